@@ -1,0 +1,1 @@
+"""Replace classes of a model while it is being built."""

@@ -1,0 +1,226 @@
+"""The functions of the specification, and the scoped form."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+
+from torch import nn
+
+from modelpatch import _transformers
+from modelpatch.errors import ArgumentError, ArgumentTypeError
+from modelpatch.patch import construction, identity, registry, scope
+from modelpatch.patch.construction import Site
+from modelpatch.patch.initialisation import initialise
+from modelpatch.patch.rules import Key, Patch, Rule, RuleSet, Where, compile_rules, key_text
+
+_lock = threading.Lock()
+_hooks: _transformers.Undo | None = None
+_functions: _transformers.Undo | None = None
+_taken: dict[str, type[nn.Module]] = {}
+
+
+def register_patch_mapping(mapping: Mapping[Key, type[nn.Module]], overwrite: bool = False) -> None:
+    """Register replacements for every later `from_pretrained`, `from_config` and `apply_patches` block.
+
+    Prefer `patched`, which is scoped and raises when a key replaced nothing. All entries are registered or none. The
+    first call imports Transformers.
+
+    Args:
+        mapping: From keys to replacement classes. A key is an nn.Module class, a dotted path, an exact class name, or
+            a pattern searched in class names (`re.search`); they take precedence in this order, patterns among
+            themselves in the order of registration. Names and patterns reach model code only.
+        overwrite: Replace entries whose key is registered already.
+
+    Raises:
+        TypeError: A key or replacement has the wrong type. The registry is unchanged.
+        ValueError: A key is taken, a pattern invalid, or a replacement its own original. The registry is unchanged.
+
+    Example:
+        >>> from transformers.models.llama.modeling_llama import LlamaMLP
+        >>> class MyMLP(LlamaMLP):
+        ...     pass
+        >>> register_patch_mapping({"LlamaMLP": MyMLP})
+        >>> list(get_patch_mapping())
+        ['LlamaMLP']
+        >>> unregister_patch_mapping(["LlamaMLP"])
+    """
+    registry.register(mapping, overwrite=overwrite)
+    _hook()
+
+
+def unregister_patch_mapping(keys: Iterable[Key]) -> None:
+    """Remove keys from the registry, given as they were registered.
+
+    Raises:
+        TypeError: `keys` is a single string.
+        ValueError: A key is not registered. The registry is unchanged.
+    """
+    registry.unregister(keys)
+
+
+def get_patch_mapping() -> dict[Key, type[nn.Module]]:
+    """Return a copy of the registry, from keys to replacement classes."""
+    return registry.registered()
+
+
+def clear_patch_mapping() -> None:
+    """Remove all keys from the registry."""
+    registry.clear()
+
+
+def apply_patches() -> AbstractContextManager[None]:
+    """Apply the registered patches to models that are constructed by hand in the block.
+
+    `from_pretrained` and `from_config` do this by themselves. The block belongs to its thread or task.
+
+    Example:
+        >>> from modelpatch.testing import tiny_config
+        >>> from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
+        >>> class MyMLP(LlamaMLP):
+        ...     pass
+        >>> register_patch_mapping({"LlamaMLP": MyMLP})
+        >>> with apply_patches():
+        ...     model = LlamaModel(tiny_config("llama"))
+        >>> type(model.layers[0].mlp).__name__
+        'MyMLP'
+        >>> clear_patch_mapping()
+    """
+    return scope.registered()
+
+
+def patched(
+    *patches: Patch | Mapping[Key, type[nn.Module]], where: Where | None = None, strict: bool = True
+) -> AbstractContextManager[None]:
+    """Replace classes in models that are built or loaded in the block, by this thread or task.
+
+    Blocks nest: an inner key wins over an outer one, and any scoped key over a registered one. Nothing outside of the
+    block sees them; a generator that is suspended inside the block keeps it open for its caller.
+
+    Args:
+        *patches: Mappings as for `register_patch_mapping`, or `Patch` values.
+        where: Limits them to some sites: called with those of the original constructor's arguments that it names, by
+            keyword, and true where to replace. A `Patch` with a `where` of its own keeps to both.
+        strict: Raise on leaving when a key replaced nothing.
+
+    Raises:
+        TypeError: A key or replacement has the wrong type, or `where` asks for an argument that a site doesn't have.
+        ValueError: Two patches claim one key, a pattern is invalid, or a pattern matches a class and one inside it.
+        NothingReplacedError: On leaving without another error, when `strict`.
+
+    Example:
+        >>> from modelpatch.testing import tiny_config
+        >>> from transformers import AutoModelForCausalLM
+        >>> from transformers.models.llama.modeling_llama import LlamaMLP
+        >>> class MyMLP(LlamaMLP):
+        ...     pass
+        >>> with patched({LlamaMLP: MyMLP}):
+        ...     model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+        >>> type(model.model.layers[0].mlp).__name__
+        'MyMLP'
+    """
+    rules: dict[Key, Rule] = {}
+    for patch in patches:
+        is_patch = isinstance(patch, Patch)
+        mapping = patch.replace if is_patch else patch
+        wheres = tuple(w for w in (where, patch.where if is_patch else None) if w is not None)
+        for rule in compile_rules(mapping, wheres=wheres, patch=patch.name if is_patch else None):
+            if rule.key in rules:
+                names = " and ".join(repr(r.patch) if r.patch else "a mapping" for r in (rules[rule.key], rule))
+                raise ArgumentError(f"Two patches claim {key_text(rule.key)}: {names}")
+            rules[rule.key] = rule
+    if not rules:
+        raise ArgumentError("patched() needs at least one key")
+    _hook()
+    return scope.scoped(RuleSet(rules.values()), strict=strict)
+
+
+def patch_output_recorders(model: nn.Module) -> None:
+    """Record outputs of `model` from its replacements, also where a key was registered after it was built.
+
+    Happens by itself when outputs are first asked for; here for models whose modules were exchanged by hand. Other
+    models of the family are not affected.
+    """
+    _hook()
+    rules = registry.rules()
+    for original in _transformers.recorded_classes(model):
+        for rule in rules.matching(original):
+            for module in model.modules():
+                if type(module) is rule.replacement and construction.site_of(module) is None:
+                    construction.remember(module, Site(rule, rules, original, (), {}, on_meta=False))
+                    _transformers.forget_recorders(model)
+    identity.follow(model)
+
+
+def install() -> None:
+    """Let `transformers.monkey_patching` use this engine, so that code written for it gains it unchanged.
+
+    Its functions are exchanged wherever they were imported to, and its registrations move here. Also bridges names
+    that moved between versions of Transformers. Calling it again does nothing.
+    """
+    global _functions
+    _hook()
+    with _lock:
+        if _functions is not None:
+            return
+        theirs = _transformers.registered_there()
+        mine = registry.registered()
+        registry.register({key: value for key, value in theirs.items() if key not in mine}, overwrite=False)
+        _taken.update(theirs)
+        theirs.clear()
+        _functions = _transformers.install_functions(
+            (
+                register_patch_mapping,
+                unregister_patch_mapping,
+                get_patch_mapping,
+                clear_patch_mapping,
+                apply_patches,
+                patch_output_recorders,
+            )
+        )
+
+
+def uninstall() -> None:
+    """Give Transformers its functions back, and its registrations that are still registered; empty the registry.
+
+    Afterwards nothing of this library takes part in a load, until the next registration or block. Calling it again
+    does nothing.
+    """
+    global _hooks, _functions
+    with _lock:
+        if _functions is not None:
+            _functions()
+            _functions = None
+            mine = registry.registered()
+            _transformers.registered_there().update({k: v for k, v in _taken.items() if mine.get(k) is v})
+            _taken.clear()
+        registry.clear()
+        if _hooks is not None:
+            _hooks()
+            _hooks = None
+
+
+def _hook() -> None:
+    """Connect the engine to torch and Transformers, once."""
+    global _hooks
+    with _lock:
+        construction.install()
+        if _hooks is None:
+            _hooks = _transformers.hook_loading(
+                apply_patches=scope.registered,
+                patch_output_recorders=identity.follow,
+                initialise=initialise,
+                built=_built,
+                stands_for=_stands_for,
+            )
+
+
+def _built(model: nn.Module) -> None:
+    if construction.active():
+        identity.follow(model)
+
+
+def _stands_for(module: nn.Module, original: type) -> bool:
+    site = construction.site_of(module)
+    return site is not None and issubclass(site.original, original)

@@ -1,0 +1,256 @@
+"""The one place where a class is exchanged: `nn.Module.__new__`.
+
+`install` puts a dispatcher there once and for all. It looks at the scopes that are active in this thread or task, and
+without a rule for the class it allocates exactly as before. It is never taken away again: CPython doesn't restore a
+type's allocator when `__new__` is deleted (seen on 3.6 to 3.13), so undoing would break every later construction.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import inspect
+import pickle
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import FrameType, FunctionType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.compiler import is_dynamo_compiling
+
+from modelpatch.errors import ContainerMatchError
+from modelpatch.patch.rules import Form, Rule, RuleSet, is_model_module, key_text
+
+
+class Scope:
+    """One open block: its rules, and what happened under them. Belongs to the thread or task that opened it."""
+
+    __slots__ = ("candidates", "closed", "excluded", "hits", "is_global", "models", "rules")
+
+    def __init__(self, rules: RuleSet, *, is_global: bool = False) -> None:
+        self.rules = rules
+        self.is_global = is_global
+        self.closed = False
+        self.candidates: dict[type, tuple[Rule, ...]] = {}  # its keys are the classes built in the block
+        self.hits: Counter[Rule] = Counter()
+        self.excluded: Counter[Rule] = Counter()
+        self.models: list[weakref.ref[nn.Module]] = []
+
+    def matching(self, cls: type) -> tuple[Rule, ...]:
+        """Return the rules that name `cls`, and note that it was built."""
+        found = self.candidates[cls] = self.rules.matching(cls)
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Site:
+    """One replaced construction."""
+
+    rule: Rule
+    rules: RuleSet
+    original: type[nn.Module]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    on_meta: bool
+
+
+_ACTIVE: ContextVar[tuple[Scope, ...]] = ContextVar("modelpatch_scopes", default=())
+# Keyed by identity: a module may be unhashable (class M(nn.Module, dict)).
+_SITES: dict[int, tuple[weakref.ref[nn.Module], Site]] = {}
+_NEEDS_ARGUMENTS: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
+_BUILDS: WeakKeyDictionary[type, frozenset[tuple[str, str]]] = WeakKeyDictionary()
+# Callers that allocate a copy of an existing object. The C unpickler leaves no frame.
+_COPIERS = {
+    function.__code__
+    for function in (
+        copyreg.__newobj__,  # type: ignore[attr-defined]  # not in typeshed; what copy.deepcopy calls
+        copyreg.__newobj_ex__,  # type: ignore[attr-defined]
+        pickle._Unpickler.load_newobj,  # type: ignore[attr-defined]
+        pickle._Unpickler.load_newobj_ex,  # type: ignore[attr-defined]
+        nn.Module._replicate_for_data_parallel,
+    )
+}
+
+
+def active() -> tuple[Scope, ...]:
+    """Return the open scopes of this thread or task, the strongest first."""
+    return tuple(scope for scope in _ACTIVE.get() if not scope.closed)
+
+
+def activate(scope: Scope) -> None:
+    """Put `scope` first among its kind: scoped blocks before global ones, inner before outer."""
+    scopes = active()
+    at = next((i for i, other in enumerate(scopes) if other.is_global), len(scopes)) if scope.is_global else 0
+    _ACTIVE.set((*scopes[:at], scope, *scopes[at:]))
+
+
+def deactivate(scope: Scope) -> None:
+    """Take `scope` away by identity: blocks may close out of order, or in another task than they were opened in."""
+    scope.closed = True
+    _ACTIVE.set(tuple(other for other in _ACTIVE.get() if other is not scope))
+
+
+def site_of(module: nn.Module) -> Site | None:
+    """Return the record of the construction that put `module` in the place of another, or None."""
+    entry = _SITES.get(id(module))
+    return entry[1] if entry is not None else None
+
+
+def install() -> None:
+    """Make `nn.Module` construction look for active scopes. Calling it again does nothing."""
+    if "__new__" not in nn.Module.__dict__:
+        nn.Module.__new__ = staticmethod(_new)  # type: ignore[assignment]  # the one assignment this library is about
+
+
+def without_rules(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> tuple[nn.Module, Scope]:
+    """Build something with all rules off; the scope returned knows the classes that were built."""
+    probe = Scope(RuleSet(()))
+    token = _ACTIVE.set((probe,))
+    try:
+        return build(*args, **kwargs), probe
+    finally:
+        _ACTIVE.reset(token)
+
+
+def _new(cls: type[nn.Module], /, *args: Any, **kwargs: Any) -> nn.Module:
+    # Dynamo traces constructions too (slicing a ModuleList); it folds this to True and can't trace a ContextVar.
+    if is_dynamo_compiling():
+        return object.__new__(cls)
+    scopes = _ACTIVE.get()
+    if not scopes:
+        return _allocate(cls, args, kwargs)
+    module = None
+    for scope in scopes:
+        if scope.closed:
+            continue
+        candidates = scope.candidates.get(cls)
+        if candidates is None:
+            candidates = scope.matching(cls)
+        if candidates and module is None:
+            module = _replace(cls, scope, candidates, args, kwargs)
+    if module is None:
+        module = _allocate(cls, args, kwargs)
+    if hasattr(cls, "post_init") and not scopes[0].closed:
+        scopes[0].models.append(weakref.ref(module))
+    return module
+
+
+def _allocate(cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
+    """Do what Python does without the dispatcher: call the next `__new__`, which may be a mixin's."""
+    allocate: Callable[..., nn.Module] = super(nn.Module, cls).__new__
+    return object.__new__(cls) if allocate is object.__new__ else allocate(cls, *args, **kwargs)
+
+
+def _replace(
+    cls: type[nn.Module], scope: Scope, candidates: tuple[Rule, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> nn.Module | None:
+    """Build the replacement of the strongest rule that applies here, or return None."""
+    caller = sys._getframe(2)
+    own_new = False
+    while caller.f_back is not None and caller.f_code.co_name in ("__new__", "__call__"):  # a class's or metaclass's own
+        own_new = True
+        caller = caller.f_back
+    if caller.f_code is _build.__code__:  # what a rule builds is never replaced
+        return None
+    if not args and not kwargs and (caller.f_code in _COPIERS or (not own_new and _needs_arguments(cls))):
+        return None
+    for rule in candidates:
+        if not rule.admits(cls, args, kwargs):
+            scope.excluded[rule] += 1
+        elif not _is_building(rule.replacement, caller):
+            if rule.form is Form.PATTERN:
+                _refuse_container(rule, cls, args, kwargs)
+            return _build(cls, scope, rule, args, kwargs)
+    return None
+
+
+def _build(
+    cls: type[nn.Module], scope: Scope, rule: Rule, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> nn.Module:
+    replacement = rule.replacement
+    # Python runs `__init__` after this when the object is an instance of `cls` (an ABC's virtual subclass is not).
+    if cls not in replacement.__mro__:
+        module = replacement(*args, **kwargs)
+    elif replacement.__new__ is cls.__new__:
+        module = _allocate(replacement, args, kwargs)
+    else:
+        module = replacement.__new__(replacement, *args, **kwargs)
+    scope.hits[rule] += 1
+    on_meta = torch.get_default_device().type == "meta"
+    remember(module, Site(rule, scope.rules, cls, args, kwargs, on_meta))
+    return module
+
+
+def remember(module: nn.Module, site: Site) -> None:
+    """Keep the record of a site as long as its module lives."""
+    identity = id(module)
+    _SITES[identity] = (weakref.ref(module, lambda _: _SITES.pop(identity, None)), site)
+
+
+def _is_building(replacement: type[nn.Module], frame: FrameType | None) -> bool:
+    """Tell whether an `__init__` of a `replacement` is running: what it builds of its original is meant."""
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name == "__init__" and code.co_argcount:
+            owner = frame.f_locals.get(code.co_varnames[0])
+            if replacement in type(owner).__mro__:
+                return True
+        frame = frame.f_back
+    return False
+
+
+def _needs_arguments(cls: type) -> bool:
+    """Tell whether `cls()` is an error, so that an allocation without arguments must be a copy."""
+    needs = _NEEDS_ARGUMENTS.get(cls)
+    if needs is None:
+        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        needs = _NEEDS_ARGUMENTS[cls] = any(
+            p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters
+        )
+    return needs
+
+
+def _refuse_container(rule: Rule, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise when the pattern of `rule` also matches something that a `cls` builds."""
+    built = _BUILDS.get(cls)
+    if built is None:
+        built = _BUILDS[cls] = frozenset(_named_in_init(cls) | _built_by(cls, args, kwargs))
+    inner = sorted(name for module, name in built if is_model_module(module) and rule.pattern_finds(name))
+    if inner:
+        raise ContainerMatchError(
+            f"Pattern {key_text(rule.key)} matches {cls.__name__} and also {', '.join(inner)}, which {cls.__name__} "
+            f"builds: replacing the outer one would drop what is inside. Use a narrower pattern, or the exact name of "
+            f"the class that is meant.",
+            container=cls.__name__,
+            inner=inner,
+        )
+
+
+def _built_by(cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[tuple[str, str]]:
+    """Build one on the meta device and return module and name of the classes inside."""
+    try:
+        with torch.device("meta"):
+            _, probe = without_rules(cls, *args, **kwargs)
+    except Exception:  # noqa: BLE001  # a constructor that needs real tensors: its code has to do
+        return set()
+    return {(inner.__module__, inner.__name__) for inner in probe.candidates if inner is not cls}
+
+
+def _named_in_init(cls: type[nn.Module]) -> set[tuple[str, str]]:
+    """Return module and name of the classes that the constructors of `cls` name, in a table too."""
+    found: set[tuple[str, str]] = set()
+    for init in (vars(base).get("__init__") for base in cls.__mro__):
+        if not isinstance(init, FunctionType):
+            continue
+        for name in init.__code__.co_names:
+            value = init.__globals__.get(name)
+            for inner in value.values() if isinstance(value, dict) else (value,):
+                if isinstance(inner, type) and issubclass(inner, nn.Module) and inner not in cls.__mro__:
+                    found.add((inner.__module__, inner.__name__))
+    return found

@@ -1,0 +1,124 @@
+"""What patches did to a model."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+
+from modelpatch import _transformers
+from modelpatch.errors import NoReportError
+from modelpatch.patch.identity import built_under, sites
+from modelpatch.patch.rules import key_text, nearest
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """One site: `path` holds a `replacement` where the model's code builds an `original` (class names)."""
+
+    key: str
+    path: str
+    original: str
+    replacement: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.original} -> {self.replacement}"
+
+
+@dataclass(frozen=True, slots=True)
+class Unused:
+    """A key that replaced nothing in this model, and the names in it that look most like the key."""
+
+    key: str
+    nearest: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PatchReport:
+    """What patches did to one model; all strings, so that it can be stored.
+
+    Attributes:
+        model: Class name of the model.
+        replaced: The replaced sites, in the order of `named_modules`.
+        unused: Keys that replaced nothing.
+        changes: What follows a replacement besides: recorders, names for sharding, lost gradient checkpointing.
+    """
+
+    model: str
+    replaced: tuple[Replaced, ...]
+    unused: tuple[Unused, ...]
+    changes: tuple[str, ...]
+
+    def describe(self) -> None:
+        """Print the report as a table, like sites of numbered layers in one row."""
+        from rich.console import Console  # not needed to patch
+        from rich.table import Table
+
+        table = Table(title=f"Patches of {self.model}", title_justify="left")
+        for column in ("key", "site", "original", "replacement"):
+            table.add_column(column, overflow="fold")
+        table.add_column("count", justify="right")
+        rows = Counter(
+            (site.key, re.sub(r"\b\d+\b", "*", site.path) or "(root)", site.original, site.replacement)
+            for site in self.replaced
+        )
+        for row, count in rows.items():
+            table.add_row(*row, str(count))
+        for key in self.unused:
+            near = f"nearest: {', '.join(key.nearest)}" if key.nearest else "nothing similar"
+            table.add_row(key.key, f"replaced nothing ({near})", "", "", "0")
+        console = Console()
+        console.print(table)
+        for change in self.changes:
+            console.print(f"  {change}", highlight=False, markup=False)
+
+
+def report(model: nn.Module) -> PatchReport:
+    """Tell what patches did to `model`.
+
+    Args:
+        model: A model that was built in this process, under `patched`, `apply_patches` or a registered mapping. Copies
+            and unpickled models carry no record.
+
+    Raises:
+        NoReportError: No patch was active when the model was built.
+    """
+    found = list(sites(model))
+    rule_sets = dict.fromkeys([*built_under(model), *(site.rules for _, _, site in found)])
+    if not rule_sets:
+        raise NoReportError(
+            f"{type(model).__name__} was not built under a patch in this process: wrap the load in `patched(...)`, or "
+            f"register the patch before it."
+        )
+    used = {site.rule for _, _, site in found}
+    names = {type(module).__name__ for module in model.modules()} | {site.original.__name__ for _, _, site in found}
+    unused = [rule for rules in rule_sets for rule in rules.rules if rule not in used]
+    return PatchReport(
+        model=type(model).__name__,
+        replaced=tuple(
+            Replaced(key_text(site.rule.key), path, site.original.__name__, type(module).__name__)
+            for path, module, site in found
+        ),
+        unused=tuple(Unused(key_text(rule.key), tuple(nearest(rule.key, names))) for rule in unused),
+        changes=tuple(_changes(model)),
+    )
+
+
+def _changes(model: nn.Module) -> list[str]:
+    changes: dict[str, None] = {}
+    for _, module, site in sites(model):
+        old, new = site.original, type(module)
+        if hasattr(old, "gradient_checkpointing") and not hasattr(new, "gradient_checkpointing"):
+            changes[f"gradient checkpointing is lost: {new.__name__} is no GradientCheckpointingLayer, as {old.__name__} is"] = None
+    for module in model.modules():
+        if not _transformers.is_model(module):
+            continue
+        for _, inner, site in sites(module):
+            old, new = site.original.__name__, type(inner).__name__
+            if old in (type(module)._no_split_modules or ()):
+                changes[f"kept whole when sharded: {new} (was {old})"] = None
+            for output in _transformers.recorded_outputs(module, site.original):
+                changes[f"{output} are recorded from {new} (was {old})"] = None
+    return list(changes)
