@@ -6,6 +6,7 @@ change returns its undo.
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -52,6 +53,7 @@ def hook_loading(
     initialise: Callable[[nn.Module, Callable[[], None]], None],
     built: Callable[[nn.Module], None],
     stands_for: Callable[[nn.Module, type], bool],
+    original_name: Callable[[str], str],
 ) -> Undo:
     """Put the engine where `from_pretrained`, `from_config` and model constructors call Transformers' own functions.
 
@@ -61,11 +63,18 @@ def hook_loading(
         initialise: Called with each module and what Transformers would do for its initial values.
         built: Called with each model whose initial values are complete.
         stands_for: Tells whether a module is a replacement of an original of a class.
+        original_name: From the class name of a model to the one that built-in weight conversions know.
     """
     modeling_utils = import_module("transformers.modeling_utils")
     initialization = import_module("transformers.initialization")
     capturing = import_module("transformers.utils.output_capturing")
+    conversion_mapping = import_module("transformers.conversion_mapping")
     stock_hooks = capturing.maybe_install_capturing_hooks
+    stock_conversions = conversion_mapping.get_checkpoint_conversion_mapping
+
+    def conversions(name: str) -> Any:
+        found = stock_conversions(name)
+        return stock_conversions(original_name(name)) if found is None else found
 
     def install_hooks(model: nn.Module) -> None:
         if any(stands_for(module, object) for module in model.modules()):
@@ -85,6 +94,7 @@ def hook_loading(
             (modeling_utils, "local_torch_dtype", _one_at_a_time(modeling_utils.local_torch_dtype)),
             (initialization, "no_tie_weights", _in_this_thread(modeling_utils.PreTrainedModel)),
             (capturing, "maybe_install_capturing_hooks", install_hooks),
+            (conversion_mapping, "get_checkpoint_conversion_mapping", conversions),
             (nn.Module, "smart_apply", smart_apply),
         ):
             stack.callback(_put(owner, name, value))
@@ -235,7 +245,7 @@ def install_functions(functions: Iterable[Callable[..., Any]]) -> Undo:
     register_conversion = conversion_mapping.register_checkpoint_conversion_mapping
     with ExitStack() as stack:
         for function in functions:
-            stack.callback(_exchange(getattr(monkey_patching, function.__name__), function))
+            stack.callback(_exchange(getattr(monkey_patching, function.__name__), _alias(function)))
         stack.callback(_exchange(register_conversion, _with_both_names(register_conversion)))
         registry = type(capturing._CAN_RECORD_REGISTRY)
         if registry is not dict:  # since 5.24 keyed by model
@@ -258,14 +268,24 @@ def _exchange(old: object, new: object) -> Undo:
     return lambda: swap(new, old)
 
 
+def _alias(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a second function: undoing must tell who imported it from Transformers from who imported it from us."""
+
+    @functools.wraps(function)
+    def alias(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return alias
+
+
 def _with_both_names(stock: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(stock)
     def register_checkpoint_conversion_mapping(*args: Any, **kwargs: Any) -> None:
         for name in ("model_type_or_class_name", "model_type"):  # the second one until 5.3
             if name in kwargs:
                 args = (kwargs.pop(name), *args)
         stock(*args, **kwargs)
 
-    register_checkpoint_conversion_mapping.__doc__ = stock.__doc__
     return register_checkpoint_conversion_mapping
 
 

@@ -213,6 +213,7 @@ def _hook() -> None:
                 initialise=initialise,
                 built=_built,
                 stands_for=_stands_for,
+                original_name=identity.original_name,
             )
 
 

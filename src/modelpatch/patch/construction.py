@@ -50,7 +50,7 @@ class Scope:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """One replaced construction."""
+    """One replaced construction: what was asked for, and whether its tensors had no memory yet."""
 
     rule: Rule
     rules: RuleSet
@@ -58,6 +58,12 @@ class Site:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     on_meta: bool
+
+    def build(self, cls: type[nn.Module]) -> nn.Module:
+        """Build a `cls` from the arguments that this site got, with all rules off."""
+        args = [_resolve(value) for value in self.args]
+        kwargs = {name: _resolve(value) for name, value in self.kwargs.items()}
+        return without_rules(cls, *args, **kwargs)[0]
 
 
 _ACTIVE: ContextVar[tuple[Scope, ...]] = ContextVar("modelpatch_scopes", default=())
@@ -183,7 +189,8 @@ def _build(
         module = replacement.__new__(replacement, *args, **kwargs)
     scope.hits[rule] += 1
     on_meta = torch.get_default_device().type == "meta"
-    remember(module, Site(rule, scope.rules, cls, args, kwargs, on_meta))
+    kept = {name: _weak(value) for name, value in kwargs.items()}
+    remember(module, Site(rule, scope.rules, cls, tuple(map(_weak, args)), kept, on_meta))
     return module
 
 
@@ -191,6 +198,15 @@ def remember(module: nn.Module, site: Site) -> None:
     """Keep the record of a site as long as its module lives."""
     identity = id(module)
     _SITES[identity] = (weakref.ref(module, lambda _: _SITES.pop(identity, None)), site)
+
+
+def _weak(value: Any) -> Any:
+    """Hold a module only weakly: it may be one that contains the site, which would then never be freed."""
+    return weakref.ref(value) if isinstance(value, nn.Module) else value
+
+
+def _resolve(value: Any) -> Any:
+    return value() if isinstance(value, weakref.ref) else value
 
 
 def _is_building(replacement: type[nn.Module], frame: FrameType | None) -> bool:

@@ -20,6 +20,13 @@ from modelpatch.patch.rules import RuleSet
 
 # Models by identity, with the rules that they were built under.
 _BUILT_UNDER: dict[int, tuple[weakref.ref[nn.Module], tuple[RuleSet, ...]]] = {}
+# Class names of models that were replaced, by the names of their replacements.
+_ORIGINAL_NAMES: dict[str, str] = {}
+
+
+def original_name(name: str) -> str:
+    """Return the name of the model class that a class called `name` stands for, or `name`."""
+    return _ORIGINAL_NAMES.get(name, name)
 
 
 def sites(model: nn.Module) -> Iterator[tuple[str, nn.Module, Site]]:
@@ -53,7 +60,9 @@ def follow(model: nn.Module, *rules: RuleSet) -> None:
             new = [renamed[name] for name in names if name in renamed]
             module._no_split_modules = type(names)(dict.fromkeys([*kept, *new]))
         if (site := site_of(module)) is not None and _transformers.is_model_class(site.original):
-            vars(module)["is_custom_code"] = getattr(site.original, "is_custom_code", None)
+            _ORIGINAL_NAMES[type(module).__name__] = site.original.__name__
+            if hasattr(site.original, "is_custom_code"):  # since 5.20 or later
+                vars(module)["is_custom_code"] = site.original.is_custom_code
             vars(module)["save_pretrained"] = functools.partial(save_as, module, site.original.__name__)
 
 

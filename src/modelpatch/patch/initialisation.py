@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from modelpatch.errors import UninitializedError
-from modelpatch.patch.construction import Site, site_of, without_rules
+from modelpatch.patch.construction import Site, site_of
 
 _UNWRITTEN: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
 
@@ -43,14 +43,33 @@ def initialise(module: nn.Module, by_family: Callable[[], None]) -> None:
     if own is not None:
         _ask(module, own)
     else:
-        try:
-            by_family()
-        except AttributeError as error:
-            # The family looks for parameters of the original that its replacement dropped.
-            if error.obj is not module or hasattr(module, error.name):
-                raise
+        _let_family(module, site, by_family)
     module._is_hf_initialized = True  # type: ignore[assignment]  # the mark Transformers itself sets
     _complete(module, site)
+
+
+def _let_family(module: nn.Module, site: Site, by_family: Callable[[], None]) -> None:
+    """Run the family's initialisation; it finds a dummy where the replacement dropped what the original has."""
+    dummies: list[str] = []
+    original: nn.Module | None = None
+    try:
+        while True:
+            try:
+                return by_family()
+            except AttributeError as error:
+                name = error.name
+                if error.obj is not module or name is None or name in dummies:
+                    raise
+                if original is None:
+                    with torch.device("meta"):
+                        original = site.build(site.original)
+                if not hasattr(original, name):
+                    raise
+                vars(module)[name] = getattr(original, name)
+                dummies.append(name)
+    finally:
+        for name in dummies:
+            del vars(module)[name]
 
 
 def _own_initialiser(module: nn.Module, site: Site) -> Callable[[], None] | None:
@@ -80,7 +99,7 @@ def _ask(module: nn.Module, own: Callable[[], None]) -> None:
 
 def _complete(module: nn.Module, site: Site) -> None:
     """Give each tensor that nobody wrote since its allocation the value the constructor gives it."""
-    pending = dict(_pending(module))
+    pending = dict(_pending(module, site))
     if not pending:
         return
     cls = type(module)
@@ -107,7 +126,7 @@ def _constructed(cls: type[nn.Module], site: Site) -> tuple[dict[str, torch.Tens
     """Build the replacement once more, on the CPU; return its tensors and the names of those left unwritten."""
     mode = _Unwritten()
     with torch.device("cpu"), mode:
-        fresh, _ = without_rules(cls, *site.args, **site.kwargs)
+        fresh = site.build(cls)
     values = dict(_all_tensors(fresh))
     return values, frozenset(name for name, tensor in values.items() if _storage(tensor) in mode.storages)
 
@@ -150,8 +169,16 @@ def _all_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, tor
             yield from _all_tensors(child, f"{prefix}{name}.")
 
 
-def _pending(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def _pending(module: nn.Module, site: Site) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors that were neither loaded nor written in place."""
     for name, tensor in _all_tensors(module):
-        if not getattr(tensor, "_is_hf_initialized", False) and tensor.numel() and not tensor.is_meta and not tensor._version:
-            yield name, tensor
+        if getattr(tensor, "_is_hf_initialized", False) or tensor.is_meta or not tensor.numel():
+            continue
+        if not tensor.is_inference():
+            if tensor._version == 0:
+                yield name, tensor
+        elif site.on_meta:
+            raise UninitializedError(
+                f"{type(module).__name__} was loaded under torch.inference_mode, whose tensors don't tell whether "
+                f"{name} was written. Load outside of it; the model may run inside."
+            )

@@ -54,22 +54,23 @@ class PatchReport:
     def describe(self) -> None:
         """Print the report as a table, like sites of numbered layers in one row."""
         from rich.console import Console  # not needed to patch
+        from rich.markup import escape
         from rich.table import Table
 
-        table = Table(title=f"Patches of {self.model}", title_justify="left")
-        for column in ("key", "site", "original", "replacement"):
-            table.add_column(column, overflow="fold")
+        table = Table("site", "original -> replacement", "key", title=f"Patches of {self.model}", title_justify="left")
         table.add_column("count", justify="right")
         rows = Counter(
-            (site.key, re.sub(r"\b\d+\b", "*", site.path) or "(root)", site.original, site.replacement)
+            (re.sub(r"\b\d+\b", "*", site.path) or "(root)", f"{site.original} -> {site.replacement}", site.key)
             for site in self.replaced
         )
         for row, count in rows.items():
-            table.add_row(*row, str(count))
-        for key in self.unused:
-            near = f"nearest: {', '.join(key.nearest)}" if key.nearest else "nothing similar"
-            table.add_row(key.key, f"replaced nothing ({near})", "", "", "0")
+            table.add_row(*map(escape, row), str(count))
+        for unused in self.unused:
+            near = f"nearest: {', '.join(unused.nearest)}" if unused.nearest else "nothing has a similar name"
+            table.add_row("replaced nothing", near, escape(unused.key), "0")
         console = Console()
+        if not console.is_terminal:
+            console.width = 120
         console.print(table)
         for change in self.changes:
             console.print(f"  {change}", highlight=False, markup=False)

@@ -213,4 +213,4 @@ def key_text(key: object) -> str:
 def nearest(key: Key, names: Iterable[str], *, count: int = 3) -> list[str]:
     """Return up to `count` of `names` that look most like `key`, the nearest first."""
     wanted = key.__name__ if isinstance(key, type) else re.sub(r"\W+", "", key.rpartition(".")[2] or key)
-    return difflib.get_close_matches(wanted, sorted(set(names)), n=count, cutoff=0.5)
+    return difflib.get_close_matches(wanted, sorted(set(names)), n=count, cutoff=0.6)

@@ -57,11 +57,12 @@ def registered() -> Iterator[None]:
     with opened(scope):
         yield
     ours = registry.registered()
-    if scope.hits or not ours or rules is _warned or not any(hasattr(cls, "post_init") for cls in scope.candidates):
+    built_a_model = any(hasattr(cls, "post_init") for cls in scope.candidates)
+    if any(scope.candidates.values()) or not ours or rules is _warned or not built_a_model:
         return
     _warned = rules
-    faults = "; ".join(f"{_subject(rule)} {_reason(rule, scope)}" for rule in rules.rules if rule.key in ours)
-    warnings.warn(f"No registered patch matched this model: {faults}", NothingReplacedWarning, stacklevel=2)
+    faults = [f"\n  - {_subject(rule)} {_reason(rule, scope)}" for rule in rules.rules if rule.key in ours]
+    warnings.warn(f"No registered key matched the model:{''.join(faults)}", NothingReplacedWarning, stacklevel=2)
 
 
 def _subject(rule: Rule) -> str:

@@ -1,0 +1,317 @@
+"""Nothing under a replaced site is uninitialised, whichever way the model came to be."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2MoeForCausalLM, Qwen2MoeModel
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
+
+from modelpatch import UninitializedError, patched
+from modelpatch.testing import tiny_config, tiny_inputs, tiny_model
+
+
+class ListedExperts(nn.ModuleList):
+    """No subclass of the original, and without its parameters, as in the specification's example."""
+
+    def __init__(self, config):
+        super().__init__(
+            nn.ModuleDict(
+                {
+                    "gate": nn.Linear(config.hidden_size, config.moe_intermediate_size, bias=False),
+                    "up": nn.Linear(config.hidden_size, config.moe_intermediate_size, bias=False),
+                    "down": nn.Linear(config.moe_intermediate_size, config.hidden_size, bias=False),
+                }
+            )
+            for _ in range(config.num_experts)
+        )
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden_states)
+        for i, expert in enumerate(self):
+            token, slot = torch.where(top_k_index == i)
+            x = hidden_states[token]
+            y = expert["down"](nn.functional.silu(expert["gate"](x)) * expert["up"](x))
+            out.index_add_(0, token, y * top_k_weights[token, slot, None])
+        return out
+
+
+class BareExperts(Qwen2MoeExperts):
+    """A subclass that deleted what the original's family initialises."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        del self.gate_up_proj, self.down_proj
+        self.experts = ListedExperts(config)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        return self.experts(hidden_states, top_k_index, top_k_weights)
+
+
+class HalfExperts(Qwen2MoeExperts):
+    """A subclass that deleted one parameter and kept the other."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        del self.gate_up_proj
+
+
+class OwnRotary(nn.Module):
+    """Has no name, type or attribute by which Transformers would know it."""
+
+    def __init__(self, config, device=None):
+        super().__init__()
+        steps = (
+            torch.arange(0, config.head_dim, 2, dtype=torch.float, device=device) / config.head_dim
+        )
+        self.register_buffer("frequencies", 10_000.0**-steps, persistent=False)
+
+    @torch.no_grad()
+    def forward(self, x, position_ids):
+        angles = position_ids[..., None].float() * self.frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+
+
+class OwnNorm(nn.Module):
+    """As the original, under a name that Transformers doesn't know, with memory that it leaves unwritten."""
+
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(hidden_size))
+        self.eps = eps
+
+    def forward(self, x):
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+class ScaledNorm(OwnNorm):
+    """Has a parameter that no checkpoint holds, with a value from the constructor."""
+
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__(hidden_size, eps)
+        self.scale = nn.Parameter(torch.full((hidden_size,), 3.0))
+
+
+class SelfMadeNorm(OwnNorm):
+    """Owns its initial values."""
+
+    def reset_parameters(self):
+        nn.init.constant_(self.weight, 5.0)
+
+
+class OverwritingNorm(ScaledNorm):
+    """Writes over loaded weights behind the back of torch.nn.init."""
+
+    def reset_parameters(self):
+        self.weight.fill_(5.0)
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A stock model and the folder it was saved to."""
+    model = tiny_model("llama", head_dim=8)
+    model.save_pretrained(tmp_path)
+    return model, tmp_path
+
+
+def by_hand(config):
+    return Qwen2MoeForCausalLM(config)
+
+
+@pytest.mark.parametrize("build", [by_hand, AutoModelForCausalLM.from_config])
+@pytest.mark.parametrize("experts", [ListedExperts, BareExperts, HalfExperts])
+def test_experts_without_the_originals_parameters_are_built_and_initialised(build, experts):
+    config = tiny_config("qwen2_moe")
+
+    with patched({"Qwen2MoeExperts": experts}):
+        model = build(config)
+
+    site = model.model.layers[0].mlp.experts
+    assert type(site) is experts
+    for name, parameter in site.named_parameters():
+        deviation = parameter.std().item()
+        assert 0.3 * config.initializer_range < deviation < 3 * config.initializer_range, name
+    if experts is not HalfExperts:
+        assert model(**tiny_inputs(model)).logits.isfinite().all()
+
+
+def test_the_family_finds_no_dummy_on_the_module_afterwards():
+    with patched({"Qwen2MoeExperts": HalfExperts}):
+        model = Qwen2MoeForCausalLM(tiny_config("qwen2_moe"))
+
+    assert not hasattr(model.model.layers[0].mlp.experts, "gate_up_proj")
+
+
+def test_a_mistake_of_the_familys_own_is_not_taken_for_a_dropped_parameter():
+    class Mistaken(Qwen2MoeModel):
+        def _init_weights(self, module):
+            if isinstance(module, Qwen2MoeExperts):
+                module.no_such_thing  # noqa: B018  # the mistake
+
+    with (
+        pytest.raises(AttributeError, match="no_such_thing"),
+        patched({"Qwen2MoeExperts": HalfExperts}),
+    ):
+        Mistaken(tiny_config("qwen2_moe"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_replaced_rotary_embedding_loads_with_the_buffers_its_constructor_computes(
+    checkpoint, dtype
+):
+    stock, path = checkpoint
+
+    with patched({LlamaRotaryEmbedding: OwnRotary}):
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+
+    expected = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    torch.testing.assert_close(model.model.rotary_emb.frequencies, stock.model.rotary_emb.inv_freq)
+    inputs = tiny_inputs(stock)
+    torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits)
+
+
+def test_a_replaced_norm_loads_its_weights_and_gives_the_stock_logits(checkpoint):
+    stock, path = checkpoint
+
+    with patched({"LlamaRMSNorm": OwnNorm}):
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+
+    assert torch.equal(model(**tiny_inputs(stock)).logits, stock(**tiny_inputs(stock)).logits)
+
+
+def test_a_parameter_that_no_file_holds_gets_the_constructors_value(checkpoint):
+    stock, path = checkpoint
+
+    with patched({"LlamaRMSNorm": ScaledNorm}):
+        model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+
+    assert torch.equal(model.model.norm.scale, torch.full((32,), 3.0))
+    assert torch.equal(model.model.norm.weight, stock.model.norm.weight)
+
+
+def test_random_constructor_values_differ_between_the_layers_of_a_load(checkpoint):
+    class Noisy(OwnNorm):
+        def __init__(self, hidden_size, eps=1e-6):
+            super().__init__(hidden_size, eps)
+            self.noise = nn.Parameter(torch.randn(hidden_size) + 0.0)
+
+    with patched({"LlamaRMSNorm": Noisy}):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint[1])
+
+    layers = model.model.layers
+    assert not torch.equal(layers[0].input_layernorm.noise, layers[1].input_layernorm.noise)
+
+
+def test_a_replacement_that_owns_its_initialisation_is_asked_first(checkpoint):
+    stock, path = checkpoint
+    with patched({"LlamaRMSNorm": SelfMadeNorm}):
+        fresh = LlamaForCausalLM(stock.config)
+        loaded = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+
+    assert torch.equal(fresh.model.norm.weight, torch.full((32,), 5.0))
+    assert torch.equal(loaded.model.norm.weight, stock.model.norm.weight)
+
+
+def test_initial_values_that_would_overwrite_loaded_weights_are_refused(checkpoint):
+    with (
+        pytest.raises(UninitializedError, match="reset_parameters overwrote weight"),
+        patched({"LlamaRMSNorm": OverwritingNorm}),
+    ):
+        AutoModelForCausalLM.from_pretrained(checkpoint[1])
+
+
+def test_memory_that_nobody_writes_is_refused_by_name():
+    with pytest.raises(UninitializedError) as caught, patched({"LlamaRMSNorm": OwnNorm}):
+        LlamaForCausalLM(tiny_config("llama"))
+
+    assert str(caught.value) == (
+        "OwnNorm in the place of LlamaRMSNorm: weight is in no file, and nothing initialises it. Define "
+        "OwnNorm.reset_parameters, or give it a value in the constructor."
+    )
+
+
+def test_memory_that_no_file_fills_is_refused_on_loading_too(tmp_path):
+    class Extra(LlamaRMSNorm):
+        def __init__(self, hidden_size, eps=1e-6):
+            super().__init__(hidden_size, eps)
+            self.extra = nn.Parameter(torch.empty(hidden_size))
+
+    tiny_model("llama").save_pretrained(tmp_path)
+
+    with (
+        pytest.raises(UninitializedError, match="extra is in no file"),
+        patched({"LlamaRMSNorm": Extra}),
+    ):
+        AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_a_subclass_in_the_familys_manner_is_initialised_by_the_family():
+    class Same(Qwen2MoeExperts):
+        pass
+
+    torch.manual_seed(1)
+    plain = Qwen2MoeForCausalLM(tiny_config("qwen2_moe"))
+    torch.manual_seed(1)
+    with patched({"Qwen2MoeExperts": Same}):
+        model = Qwen2MoeForCausalLM(tiny_config("qwen2_moe"))
+
+    for (name, expected), (_, got) in zip(
+        plain.named_parameters(), model.named_parameters(), strict=True
+    ):
+        assert torch.equal(expected, got), name
+
+
+def test_checking_a_replacement_leaves_the_random_stream_alone():
+    class Constant(nn.Module):
+        def __init__(self, hidden_size, eps=1e-6):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(hidden_size))
+            self.drawn = nn.Linear(2, 2)
+
+    class Twin(Constant):
+        pass
+
+    def draw(norm):
+        torch.manual_seed(0)
+        with patched({"LlamaRMSNorm": norm}):
+            LlamaForCausalLM(tiny_config("llama"))
+        return torch.rand(3)
+
+    first = draw(Constant)  # checked here
+    again = draw(Constant)  # and remembered
+    assert torch.equal(first, again)
+    assert torch.equal(first, draw(Twin))
+
+
+def test_a_model_built_on_the_meta_device_is_completed_when_its_weights_are_initialised():
+    with torch.device("meta"), patched({LlamaRotaryEmbedding: OwnRotary}):
+        model = LlamaForCausalLM(tiny_config("llama", head_dim=8))
+
+    model.to_empty(device="cpu")
+    model.initialize_weights()
+
+    expected = LlamaForCausalLM(model.config).model.rotary_emb.inv_freq
+    torch.testing.assert_close(model.model.rotary_emb.frequencies, expected)
+
+
+def test_a_load_under_inference_mode_says_that_it_cannot_tell(checkpoint):
+    with (
+        torch.inference_mode(),
+        pytest.raises(UninitializedError, match="inference_mode"),
+        patched({LlamaRotaryEmbedding: OwnRotary}),
+    ):
+        AutoModelForCausalLM.from_pretrained(checkpoint[1])
+
+
+def test_a_load_without_a_patch_is_as_before(checkpoint):
+    stock, path = checkpoint
+    with patched({"LlamaRMSNorm": OwnNorm}, strict=False):
+        pass
+
+    model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
+
+    assert torch.equal(model.model.rotary_emb.inv_freq, stock.model.rotary_emb.inv_freq)
+    assert torch.equal(model(**tiny_inputs(stock)).logits, stock(**tiny_inputs(stock)).logits)
