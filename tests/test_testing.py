@@ -182,7 +182,7 @@ def test_every_unknown_field_is_listed_with_its_path_and_the_nearest() -> None:
 
 
 def test_the_fields_of_a_sub_config_of_another_family_are_checked_too() -> None:
-    with pytest.raises(ArgumentError, match="'text_config.windows' is no field of MistralConfig"):
+    with pytest.raises(ArgumentError, match=r"'text_config\.windows' is no field of MistralConfig"):
         tiny_config("llava", text_config={"model_type": "mistral", "windows": 4})
 
 
@@ -192,6 +192,16 @@ def test_inputs_for_a_model_of_no_known_family_are_refused() -> None:
 
     with pytest.raises(ArgumentError, match="no tiny model of the family 'mamba'"):
         tiny_inputs(model)
+
+
+def test_weights_are_float32_whatever_the_default_dtype_is() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = tiny_model("llama")
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+    assert {tensor.dtype for tensor in model.state_dict().values()} == {torch.float32}
 
 
 def test_the_import_does_not_import_transformers() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import sys
 import types
 
@@ -97,19 +98,23 @@ def test_modules_that_imported_a_function_by_value_are_served_and_given_back():
         sys.modules.pop("a_late_library", None)
 
 
-@pytest.mark.parametrize("name", ["transformers.fusion_mapping", "transformers.integrations.hub_kernels"])
-def test_transformers_own_users_of_the_registry_are_served(name):
-    module = importlib.import_module(name)
-    if not hasattr(module, "register_patch_mapping"):
-        assert modeling_utils.__spec__ is not None  # 5.3 has no such user
-        return
-    stock = module.register_patch_mapping
+def test_transformers_own_users_of_the_registry_are_served():
+    names = ["transformers.modeling_utils", "transformers.integrations.hub_kernels"]
+    if importlib.util.find_spec("transformers.fusion_mapping"):  # not in 5.3
+        names.append("transformers.fusion_mapping")
+    bound = [
+        (module, name, getattr(module, name))
+        for module in map(importlib.import_module, names)
+        for name in FUNCTIONS
+        if hasattr(module, name)
+    ]
+    assert len(bound) >= 2
 
     modelpatch.install()
-    assert module.register_patch_mapping.__wrapped__ is register_patch_mapping
+    assert not [name for module, name, stock in bound if getattr(module, name) is stock]
 
     modelpatch.uninstall()
-    assert module.register_patch_mapping is stock
+    assert not [name for module, name, stock in bound if getattr(module, name) is not stock]
 
 
 def test_registrations_made_with_transformers_before_move_here_and_back():
