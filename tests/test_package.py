@@ -22,7 +22,13 @@ ARROWS = {
     "patch.registry": {"errors", "_transformers", "patch.rules"},
     "patch.identity": {"_transformers", "patch.construction", "patch.rules"},
     "patch.initialisation": {"errors", "patch.construction"},
-    "patch.scope": {"errors", "patch.construction", "patch.identity", "patch.registry", "patch.rules"},
+    "patch.scope": {
+        "errors",
+        "patch.construction",
+        "patch.identity",
+        "patch.registry",
+        "patch.rules",
+    },
     "patch.report": {"errors", "_transformers", "patch.identity", "patch.rules"},
     "patch.api": {
         "errors",
@@ -65,12 +71,18 @@ def test_imports_point_one_way(name, path):
 
 @pytest.mark.parametrize(("name", "path"), list(modules()))
 def test_one_file_alone_knows_transformers(name, path):
-    inside = ("transformers.modeling_utils", "transformers.monkey_patching", "transformers.conversion_mapping")
+    inside = (
+        "transformers.modeling_utils",
+        "transformers.monkey_patching",
+        "transformers.conversion_mapping",
+    )
 
     found = [module for module in imported(path) if module.startswith("transformers")]
 
     assert not found or name == "testing"  # for its annotations
-    assert name == "_transformers" or not any(f'"{module}"' in path.read_text() for module in inside)
+    assert name == "_transformers" or not any(
+        f'"{module}"' in path.read_text() for module in inside
+    )
 
 
 def test_the_public_names_are_these():
@@ -78,6 +90,7 @@ def test_the_public_names_are_these():
         "ArgumentError",
         "ArgumentTypeError",
         "ContainerMatchError",
+        "EngineConflictError",
         "ModelPatchError",
         "NoReportError",
         "NothingReplacedError",
@@ -109,7 +122,9 @@ assert "transformers" not in sys.modules
 assert {m for m in set(sys.modules) - modules if m.startswith("torch.distributed")} == set()
 print("clean")
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
 
     assert done.stdout == "clean\n", done.stderr
 
@@ -119,4 +134,6 @@ def test_every_error_is_ours_and_a_built_in_one():
 
     for error in errors:
         assert issubclass(error, modelpatch.ModelPatchError)
-        assert error is modelpatch.ModelPatchError or issubclass(error, (ValueError, TypeError, LookupError, RuntimeError))
+        assert error is modelpatch.ModelPatchError or issubclass(
+            error, (ValueError, TypeError, LookupError, RuntimeError)
+        )

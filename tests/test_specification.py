@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Concatenate, Qwen2MoeForCausalLM, Qwen3MoeForCausalLM, WeightConverter
+from transformers import (
+    AutoModelForCausalLM,
+    Concatenate,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeForCausalLM,
+    WeightConverter,
+)
 from transformers import conversion_mapping, monkey_patching
 from transformers.activations import ACT2FN
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention
@@ -41,7 +47,9 @@ class ListedExperts(nn.ModuleList):
         out = torch.zeros_like(hidden_states)
         for i, expert in enumerate(self):
             token, slot = torch.where(top_k_index == i)
-            out.index_add_(0, token, expert(hidden_states[token]) * top_k_weights[token, slot, None])
+            out.index_add_(
+                0, token, expert(hidden_states[token]) * top_k_weights[token, slot, None]
+            )
         return out
 
 
@@ -53,7 +61,9 @@ class FusedAttention(Qwen2MoeAttention):
         self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=True)
 
     def forward(self, hidden_states, *args, **kwargs):
-        for name, part in zip("qkv", self.qkv_proj(hidden_states).split(self.sizes, dim=-1), strict=True):
+        for name, part in zip(
+            "qkv", self.qkv_proj(hidden_states).split(self.sizes, dim=-1), strict=True
+        ):
             self.__dict__[f"{name}_proj"] = lambda _, part=part: part
         return super().forward(hidden_states, *args, **kwargs)
 
@@ -98,7 +108,9 @@ def fused_qkv_conversion():
     conversion_mapping.get_checkpoint_conversion_mapping("qwen2_moe")  # fills the table
     before = dict(conversion_mapping._checkpoint_conversion_mapping_cache)
     converter = WeightConverter(
-        source_patterns=["q_proj", "k_proj", "v_proj"], target_patterns=["qkv_proj"], operations=[Concatenate(dim=0)]
+        source_patterns=["q_proj", "k_proj", "v_proj"],
+        target_patterns=["qkv_proj"],
+        operations=[Concatenate(dim=0)],
     )
     conversion_mapping.register_checkpoint_conversion_mapping(
         model_type_or_class_name="qwen2_moe", mapping=[converter], overwrite=True
@@ -126,7 +138,9 @@ def test_listed_experts_and_fused_attention_load_stock_weights_and_compute_the_s
     assert (type(layer.mlp.experts), type(layer.self_attn)) == (ListedExperts, FusedAttention)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
-    torch.testing.assert_close(model(**tiny_inputs(stock)).logits, stock(**tiny_inputs(stock)).logits, atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        model(**tiny_inputs(stock)).logits, stock(**tiny_inputs(stock)).logits, atol=1e-5, rtol=0
+    )
 
 
 @pytest.mark.parametrize("build", ["from_config", "by hand"])
@@ -166,7 +180,9 @@ def test_the_routing_recipe_records_and_replays_with_live_scores():
         with replaying(inner, list(choices)):
             again = inner(**inputs, output_selected_experts=True)
             engine = np.stack([choice.numpy().astype(np.int32) for choice in choices], axis=1)
-        selected = [torch.from_numpy(engine[:, layer, :].copy()).long() for layer in range(engine.shape[1])]
+        selected = [
+            torch.from_numpy(engine[:, layer, :].copy()).long() for layer in range(engine.shape[1])
+        ]
         with replaying(inner, selected):
             model(**inputs, labels=inputs["input_ids"]).loss.backward()
     finally:

@@ -180,19 +180,26 @@ def forget_recorders(model: nn.Module) -> None:
 
 def recorded_classes(model: nn.Module) -> set[type]:
     """Return the classes whose outputs are recorded anywhere in `model`."""
-    specs = [spec for module in model.modules() if is_model(module) for _, spec in _recorders(module)]
+    specs = [
+        spec for module in model.modules() if is_model(module) for _, spec in _recorders(module)
+    ]
     return {spec.target_class for spec in specs if spec.target_class is not None}
 
 
 def recorded_outputs(model: nn.Module, original: type) -> list[str]:
     """Return the names of the outputs that the family of `model` records from instances of `original`."""
     return [
-        key for key, spec in _recorders(model) if spec.target_class is not None and issubclass(original, spec.target_class)
+        key
+        for key, spec in _recorders(model)
+        if spec.target_class is not None and issubclass(original, spec.target_class)
     ]
 
 
 def _capture(
-    module: nn.Module, path: str, recorders: list[tuple[str, Any]], stands_for: Callable[[nn.Module, type], bool]
+    module: nn.Module,
+    path: str,
+    recorders: list[tuple[str, Any]],
+    stands_for: Callable[[nn.Module, type], bool],
 ) -> None:
     capturing = sys.modules["transformers.utils.output_capturing"]
     if is_model(module):  # a model inside records what its own family says
@@ -202,11 +209,15 @@ def _capture(
     for recorder in recorders:
         key, spec = recorder
         replaced = spec.target_class is not None and stands_for(module, spec.target_class)
-        by_class = replaced or (spec.target_class is not None and isinstance(module, spec.target_class))
+        by_class = replaced or (
+            spec.target_class is not None and isinstance(module, spec.target_class)
+        )
         by_path = spec.class_name is not None and path.endswith(spec.class_name)
         layer = f".{spec.layer_name.strip('.')}." if spec.layer_name is not None else "."
         if (by_class or by_path) and layer in f".{path}.":
-            initial = getattr(spec, "capture_initial_hidden_state", _MISSING)  # since 5.5 or later, not in 5.3
+            initial = getattr(
+                spec, "capture_initial_hidden_state", _MISSING
+            )  # since 5.5 or later, not in 5.3
             capturing.install_output_capuring_hook(
                 module, key, spec.index, *(() if initial is _MISSING else (initial,))
             )
@@ -225,7 +236,9 @@ def _recorders(model: nn.Module) -> list[tuple[str, Any]]:
         for spec in value if isinstance(value, list) else [value]:
             if not isinstance(spec, capturing.OutputRecorder):
                 target, name = (None, spec) if isinstance(spec, str) else (spec, None)
-                spec = capturing.OutputRecorder(target, index=0 if "hidden_states" in key else 1, class_name=name)
+                spec = capturing.OutputRecorder(
+                    target, index=0 if "hidden_states" in key else 1, class_name=name
+                )
             recorders.append((key, spec))
     return recorders
 

@@ -49,6 +49,10 @@ class NothingReplacedError(ModelPatchError, LookupError):
     """A key of a `patched` block replaced nothing: what was built in the block is unpatched there."""
 
 
+class EngineConflictError(ModelPatchError, RuntimeError):
+    """Another library took `nn.Module.__new__` over, so that no patch could take effect. Nothing was changed."""
+
+
 class NoReportError(ModelPatchError, LookupError):
     """The model was not built under patches in this process, so there is nothing to report."""
 

@@ -173,8 +173,7 @@ def tiny_model(family: str, **config_overrides: Any) -> PreTrainedModel:
     model_class = getattr(importlib.import_module("transformers"), FAMILIES[family].model_class)
     with torch.random.fork_rng(devices=[]):
         model: PreTrainedModel = model_class(config)
-    _draw_weights(model)
-    model.eval()
+    _prepare(model)
     return model
 
 
@@ -269,9 +268,9 @@ def _fault(given: str, name: str, default: PreTrainedConfig, *, path: str) -> st
 
 
 @torch.no_grad()
-def _draw_weights(model: torch.nn.Module) -> None:
-    """Make everything float32, matrices wide noise, and vectors (norms, biases) narrow noise around one or zero."""
-    model.to(dtype=torch.float32)
+def _prepare(model: torch.nn.Module) -> None:
+    """Set evaluation mode, float32, and the weights: wide noise, in vectors narrow noise around one or zero."""
+    model.to(dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")

@@ -161,7 +161,7 @@ def test_a_replacement_that_loses_checkpointing_is_reported():
     with patched({"LlamaDecoderLayer": BareLayer}):
         model = tiny_model("llama")
 
-    lost = "gradient checkpointing is lost: BareLayer is no GradientCheckpointingLayer, as LlamaDecoderLayer is"
+    lost = "gradient checkpointing is lost: BareLayer is no GradientCheckpointingLayer, LlamaDecoderLayer is"
     assert lost in report(model).changes
 
 

@@ -48,7 +48,9 @@ class FusedAttention(LlamaAttention):
         self.qkv_proj = nn.Linear(config.hidden_size, sum(self.sizes), bias=False)
 
     def forward(self, hidden_states, *args, **kwargs):
-        for name, part in zip("qkv", self.qkv_proj(hidden_states).split(self.sizes, dim=-1), strict=True):
+        for name, part in zip(
+            "qkv", self.qkv_proj(hidden_states).split(self.sizes, dim=-1), strict=True
+        ):
             self.__dict__[f"{name}_proj"] = lambda _, part=part: part
         return super().forward(hidden_states, *args, **kwargs)
 
@@ -71,7 +73,10 @@ def test_transformers_own_functions_become_ours_and_are_given_back():
     modelpatch.install()
     modelpatch.install()
 
-    assert all(getattr(monkey_patching, name).__wrapped__ is getattr(modelpatch, name) for name in FUNCTIONS)
+    assert all(
+        getattr(monkey_patching, name).__wrapped__ is getattr(modelpatch, name)
+        for name in FUNCTIONS
+    )
     modelpatch.uninstall()
     modelpatch.uninstall()
     assert {name: getattr(monkey_patching, name) for name in FUNCTIONS} == stock
@@ -131,7 +136,9 @@ def test_registrations_made_with_transformers_before_move_here_and_back():
 
 
 def test_registrations_made_here_and_there_both_apply_ours_first():
-    monkey_patching.register_patch_mapping({"LlamaMLP": OtherMLP, "LlamaAttention": FusedAttention, "LlamaMLP(": MLP})
+    monkey_patching.register_patch_mapping(
+        {"LlamaMLP": OtherMLP, "LlamaAttention": FusedAttention, "LlamaMLP(": MLP}
+    )
     register_patch_mapping({"LlamaMLP": MLP})
 
     model = AutoModelForCausalLM.from_config(tiny_config("llama"))
@@ -143,7 +150,13 @@ def test_registrations_made_here_and_there_both_apply_ours_first():
 
 
 def test_uninstalling_leaves_transformers_and_torch_as_they_were():
-    owners = (modeling_utils, monkey_patching, conversion_mapping, capturing, importlib.import_module("transformers.initialization"))
+    owners = (
+        modeling_utils,
+        monkey_patching,
+        conversion_mapping,
+        capturing,
+        importlib.import_module("transformers.initialization"),
+    )
     before = [dict(vars(owner)) for owner in owners]
     applied = vars(nn.Module).get("smart_apply")
 
@@ -188,14 +201,20 @@ def test_a_conversion_is_registered_under_both_names_of_the_parameter(tmp_path, 
     stock.save_pretrained(tmp_path)
     register_patch_mapping({"LlamaAttention": FusedAttention})
     converter = WeightConverter(
-        source_patterns=["q_proj", "k_proj", "v_proj"], target_patterns=["qkv_proj"], operations=[Concatenate(dim=0)]
+        source_patterns=["q_proj", "k_proj", "v_proj"],
+        target_patterns=["qkv_proj"],
+        operations=[Concatenate(dim=0)],
     )
 
-    conversion_mapping.register_checkpoint_conversion_mapping(**{parameter: "llama"}, mapping=[converter], overwrite=True)
+    conversion_mapping.register_checkpoint_conversion_mapping(
+        **{parameter: "llama"}, mapping=[converter], overwrite=True
+    )
     try:
         model = LlamaForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
     finally:
         conversion_mapping._checkpoint_conversion_mapping_cache.pop("llama")
 
     assert {site.replacement for site in report(model).replaced} == {"FusedAttention"}
-    torch.testing.assert_close(model(**tiny_inputs(stock)).logits, stock(**tiny_inputs(stock)).logits)
+    torch.testing.assert_close(
+        model(**tiny_inputs(stock)).logits, stock(**tiny_inputs(stock)).logits
+    )

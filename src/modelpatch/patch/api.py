@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 
 from torch import nn
 
 from modelpatch import _transformers
-from modelpatch.errors import ArgumentError, ArgumentTypeError
+from modelpatch.errors import ArgumentError
 from modelpatch.patch import construction, identity, registry, scope
 from modelpatch.patch.construction import Site
 from modelpatch.patch.initialisation import initialise
-from modelpatch.patch.rules import Key, Patch, Rule, RuleSet, Where, compile_rules, key_text
+from modelpatch.patch.rules import (
+    Key,
+    Patch,
+    Replacements,
+    Rule,
+    RuleSet,
+    Where,
+    compile_rules,
+    key_text,
+)
 
 _lock = threading.Lock()
-_hooks: _transformers.Undo | None = None
-_functions: _transformers.Undo | None = None
-_taken: dict[str, type[nn.Module]] = {}
+_undo: dict[
+    str, _transformers.Undo
+] = {}  # what is connected: "loading"; after install() "functions"
+_taken: dict[str, type[nn.Module]] = {}  # registrations that were Transformers' before install()
 
 
-def register_patch_mapping(mapping: Mapping[Key, type[nn.Module]], overwrite: bool = False) -> None:
+def register_patch_mapping(mapping: Replacements, overwrite: bool = False) -> None:
     """Register replacements for every later `from_pretrained`, `from_config` and `apply_patches` block.
 
     Prefer `patched`, which is scoped and raises when a key replaced nothing. All entries are registered or none. The
@@ -91,7 +101,7 @@ def apply_patches() -> AbstractContextManager[None]:
 
 
 def patched(
-    *patches: Patch | Mapping[Key, type[nn.Module]], where: Where | None = None, strict: bool = True
+    *patches: Patch | Replacements, where: Where | None = None, strict: bool = True
 ) -> AbstractContextManager[None]:
     """Replace classes in models that are built or loaded in the block, by this thread or task.
 
@@ -121,14 +131,15 @@ def patched(
         'MyMLP'
     """
     rules: dict[Key, Rule] = {}
-    for patch in patches:
-        is_patch = isinstance(patch, Patch)
-        mapping = patch.replace if is_patch else patch
-        wheres = tuple(w for w in (where, patch.where if is_patch else None) if w is not None)
-        for rule in compile_rules(mapping, wheres=wheres, patch=patch.name if is_patch else None):
+    for given in patches:
+        patch = given if isinstance(given, Patch) else Patch("", given)
+        wheres = tuple(w for w in (where, patch.where) if w is not None)
+        for rule in compile_rules(patch.replace, wheres=wheres, patch=patch.name):
             if rule.key in rules:
-                names = " and ".join(repr(r.patch) if r.patch else "a mapping" for r in (rules[rule.key], rule))
-                raise ArgumentError(f"Two patches claim {key_text(rule.key)}: {names}")
+                names = [repr(r.patch) if r.patch else "a mapping" for r in (rules[rule.key], rule)]
+                raise ArgumentError(
+                    f"Two patches claim {key_text(rule.key)}: {' and '.join(names)}"
+                )
             rules[rule.key] = rule
     if not rules:
         raise ArgumentError("patched() needs at least one key")
@@ -148,7 +159,9 @@ def patch_output_recorders(model: nn.Module) -> None:
         for rule in rules.matching(original):
             for module in model.modules():
                 if type(module) is rule.replacement and construction.site_of(module) is None:
-                    construction.remember(module, Site(rule, rules, original, (), {}, on_meta=False))
+                    construction.remember(
+                        module, Site(rule, rules, original, (), {}, on_meta=False)
+                    )
                     _transformers.forget_recorders(model)
     identity.follow(model)
 
@@ -159,17 +172,15 @@ def install() -> None:
     Its functions are exchanged wherever they were imported to, and its registrations move here. Also bridges names
     that moved between versions of Transformers. Calling it again does nothing.
     """
-    global _functions
     _hook()
     with _lock:
-        if _functions is not None:
+        if "functions" in _undo:
             return
         theirs = _transformers.registered_there()
-        mine = registry.registered()
-        registry.register({key: value for key, value in theirs.items() if key not in mine}, overwrite=False)
-        _taken.update(theirs)
-        theirs.clear()
-        _functions = _transformers.install_functions(
+        _taken.update(registry.adopt(theirs))
+        for key in _taken:
+            del theirs[key]
+        _undo["functions"] = _transformers.install_functions(
             (
                 register_patch_mapping,
                 unregister_patch_mapping,
@@ -187,27 +198,23 @@ def uninstall() -> None:
     Afterwards nothing of this library takes part in a load, until the next registration or block. Calling it again
     does nothing.
     """
-    global _hooks, _functions
     with _lock:
-        if _functions is not None:
-            _functions()
-            _functions = None
-            mine = registry.registered()
-            _transformers.registered_there().update({k: v for k, v in _taken.items() if mine.get(k) is v})
-            _taken.clear()
+        for undo in reversed(_undo.values()):
+            undo()
+        _undo.clear()
+        mine = registry.registered()
+        back = {key: value for key, value in _taken.items() if mine.get(key) is value}
+        _transformers.registered_there().update(back)
+        _taken.clear()
         registry.clear()
-        if _hooks is not None:
-            _hooks()
-            _hooks = None
 
 
 def _hook() -> None:
     """Connect the engine to torch and Transformers, once."""
-    global _hooks
     with _lock:
         construction.install()
-        if _hooks is None:
-            _hooks = _transformers.hook_loading(
+        if "loading" not in _undo:
+            _undo["loading"] = _transformers.hook_loading(
                 apply_patches=scope.registered,
                 patch_output_recorders=identity.follow,
                 initialise=initialise,

@@ -8,7 +8,6 @@ type's allocator when `__new__` is deleted (seen on 3.6 to 3.13), so undoing wou
 from __future__ import annotations
 
 import copyreg
-import inspect
 import pickle
 import sys
 import weakref
@@ -24,8 +23,8 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from modelpatch.errors import ContainerMatchError
-from modelpatch.patch.rules import Form, Rule, RuleSet, is_model_module, key_text
+from modelpatch.errors import ContainerMatchError, EngineConflictError
+from modelpatch.patch.rules import Form, Rule, RuleSet, constructor, is_model_module, key_text
 
 
 class Scope:
@@ -37,7 +36,9 @@ class Scope:
         self.rules = rules
         self.is_global = is_global
         self.closed = False
-        self.candidates: dict[type, tuple[Rule, ...]] = {}  # its keys are the classes built in the block
+        self.candidates: dict[
+            type, tuple[Rule, ...]
+        ] = {}  # its keys are the classes built in the block
         self.hits: Counter[Rule] = Counter()
         self.excluded: Counter[Rule] = Counter()
         self.models: list[weakref.ref[nn.Module]] = []
@@ -92,7 +93,11 @@ def active() -> tuple[Scope, ...]:
 def activate(scope: Scope) -> None:
     """Put `scope` first among its kind: scoped blocks before global ones, inner before outer."""
     scopes = active()
-    at = next((i for i, other in enumerate(scopes) if other.is_global), len(scopes)) if scope.is_global else 0
+    at = (
+        next((i for i, other in enumerate(scopes) if other.is_global), len(scopes))
+        if scope.is_global
+        else 0
+    )
     _ACTIVE.set((*scopes[:at], scope, *scopes[at:]))
 
 
@@ -109,12 +114,31 @@ def site_of(module: nn.Module) -> Site | None:
 
 
 def install() -> None:
-    """Make `nn.Module` construction look for active scopes. Calling it again does nothing."""
-    if "__new__" not in nn.Module.__dict__:
-        nn.Module.__new__ = staticmethod(_new)  # type: ignore[assignment]  # the one assignment this library is about
+    """Make `nn.Module` construction look for active scopes. Calling it again does nothing.
+
+    An allocator that another library put there before is called after ours.
+
+    Raises:
+        EngineConflictError: Another library exchanged the dispatcher for one that doesn't call it.
+    """
+    current = vars(nn.Module).get("__new__")
+    if current is _DISPATCHER:
+        return
+    if _DISPATCHER in _CHAIN:
+        _, probe = without_rules(nn.Identity)
+        if not probe.candidates:
+            raise EngineConflictError(
+                f"{current!r} took the place of modelpatch's nn.Module.__new__ and doesn't call it, so no patch can "
+                f"take effect. Import that library first: modelpatch then calls its function."
+            )
+        return
+    _CHAIN.extend([_DISPATCHER] if current is None else [_DISPATCHER, current])
+    nn.Module.__new__ = _DISPATCHER  # type: ignore[assignment]  # the one assignment this library is about
 
 
-def without_rules(build: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> tuple[nn.Module, Scope]:
+def without_rules(
+    build: Callable[..., nn.Module], *args: Any, **kwargs: Any
+) -> tuple[nn.Module, Scope]:
     """Build something with all rules off; the scope returned knows the classes that were built."""
     probe = Scope(RuleSet(()))
     token = _ACTIVE.set((probe,))
@@ -150,21 +174,34 @@ def _new(cls: type[nn.Module], /, *args: Any, **kwargs: Any) -> nn.Module:
 def _allocate(cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
     """Do what Python does without the dispatcher: call the next `__new__`, which may be a mixin's."""
     allocate: Callable[..., nn.Module] = super(nn.Module, cls).__new__
+    if len(_CHAIN) > 1:
+        allocate = _CHAIN[1].__func__
     return object.__new__(cls) if allocate is object.__new__ else allocate(cls, *args, **kwargs)
 
 
 def _replace(
-    cls: type[nn.Module], scope: Scope, candidates: tuple[Rule, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
+    cls: type[nn.Module],
+    scope: Scope,
+    candidates: tuple[Rule, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> nn.Module | None:
     """Build the replacement of the strongest rule that applies here, or return None."""
     caller = sys._getframe(2)
     own_new = False
-    while caller.f_back is not None and caller.f_code.co_name in ("__new__", "__call__"):  # a class's or metaclass's own
+    while caller.f_back is not None and caller.f_code.co_name in (
+        "__new__",
+        "__call__",
+    ):  # a class's or metaclass's own
         own_new = True
         caller = caller.f_back
     if caller.f_code is _build.__code__:  # what a rule builds is never replaced
         return None
-    if not args and not kwargs and (caller.f_code in _COPIERS or (not own_new and _needs_arguments(cls))):
+    if (
+        not args
+        and not kwargs
+        and (caller.f_code in _COPIERS or (not own_new and _needs_arguments(cls)))
+    ):
         return None
     for rule in candidates:
         if not rule.admits(cls, args, kwargs):
@@ -225,19 +262,24 @@ def _needs_arguments(cls: type) -> bool:
     """Tell whether `cls()` is an error, so that an allocation without arguments must be a copy."""
     needs = _NEEDS_ARGUMENTS.get(cls)
     if needs is None:
-        parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+        parameters = list(constructor(cls).parameters.values())[1:]
         needs = _NEEDS_ARGUMENTS[cls] = any(
-            p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters
+            p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+            for p in parameters
         )
     return needs
 
 
-def _refuse_container(rule: Rule, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _refuse_container(
+    rule: Rule, cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
     """Raise when the pattern of `rule` also matches something that a `cls` builds."""
     built = _BUILDS.get(cls)
     if built is None:
         built = _BUILDS[cls] = frozenset(_named_in_init(cls) | _built_by(cls, args, kwargs))
-    inner = sorted(name for module, name in built if is_model_module(module) and rule.pattern_finds(name))
+    inner = sorted(
+        name for module, name in built if is_model_module(module) and rule.pattern_finds(name)
+    )
     if inner:
         raise ContainerMatchError(
             f"Pattern {key_text(rule.key)} matches {cls.__name__} and also {', '.join(inner)}, which {cls.__name__} "
@@ -248,7 +290,9 @@ def _refuse_container(rule: Rule, cls: type[nn.Module], args: tuple[Any, ...], k
         )
 
 
-def _built_by(cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[tuple[str, str]]:
+def _built_by(
+    cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> set[tuple[str, str]]:
     """Build one on the meta device and return module and name of the classes inside."""
     try:
         with torch.device("meta"):
@@ -267,6 +311,14 @@ def _named_in_init(cls: type[nn.Module]) -> set[tuple[str, str]]:
         for name in init.__code__.co_names:
             value = init.__globals__.get(name)
             for inner in value.values() if isinstance(value, dict) else (value,):
-                if isinstance(inner, type) and issubclass(inner, nn.Module) and inner not in cls.__mro__:
+                if (
+                    isinstance(inner, type)
+                    and issubclass(inner, nn.Module)
+                    and inner not in cls.__mro__
+                ):
                     found.add((inner.__module__, inner.__name__))
     return found
+
+
+_DISPATCHER = staticmethod(_new)
+_CHAIN: list[Any] = []  # once installed: the dispatcher, and the allocator that was there before it

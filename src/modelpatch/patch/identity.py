@@ -63,7 +63,9 @@ def follow(model: nn.Module, *rules: RuleSet) -> None:
             _ORIGINAL_NAMES[type(module).__name__] = site.original.__name__
             if hasattr(site.original, "is_custom_code"):  # since 5.20 or later
                 vars(module)["is_custom_code"] = site.original.is_custom_code
-            vars(module)["save_pretrained"] = functools.partial(save_as, module, site.original.__name__)
+            vars(module)["save_pretrained"] = functools.partial(
+                save_as, module, site.original.__name__
+            )
 
 
 def save_as(model: Any, architecture: str, *args: Any, **kwargs: Any) -> None:

@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from modelpatch.errors import UninitializedError
 from modelpatch.patch.construction import Site, site_of
@@ -75,7 +76,10 @@ def _let_family(module: nn.Module, site: Site, by_family: Callable[[], None]) ->
 def _own_initialiser(module: nn.Module, site: Site) -> Callable[[], None] | None:
     """Return `reset_parameters` where the replacement itself defines it."""
     for cls in type(module).__mro__:
-        if cls in site.original.__mro__ or cls.__module__.partition(".")[0] in ("torch", "transformers"):
+        if cls in site.original.__mro__ or cls.__module__.partition(".")[0] in (
+            "torch",
+            "transformers",
+        ):
             return None
         if "reset_parameters" in vars(cls):
             return module.reset_parameters  # type: ignore[return-value]  # nn.Module types attributes as tensors
@@ -83,7 +87,11 @@ def _own_initialiser(module: nn.Module, site: Site) -> Callable[[], None] | None
 
 
 def _ask(module: nn.Module, own: Callable[[], None]) -> None:
-    loaded = {name: tensor for name, tensor in _own_tensors(module) if getattr(tensor, "_is_hf_initialized", False)}
+    loaded = {
+        name: tensor
+        for name, tensor in _own_tensors(module)
+        if getattr(tensor, "_is_hf_initialized", False)
+    }
     before = {name: tensor._version for name, tensor in loaded.items()}
     if len(loaded) == len(list(_own_tensors(module))):
         return
@@ -122,37 +130,44 @@ def _complete(module: nn.Module, site: Site) -> None:
                 tensor.copy_(values[name])
 
 
-def _constructed(cls: type[nn.Module], site: Site) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
+def _constructed(
+    cls: type[nn.Module], site: Site
+) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
     """Build the replacement once more, on the CPU; return its tensors and the names of those left unwritten."""
     mode = _Unwritten()
     with torch.device("cpu"), mode:
         fresh = site.build(cls)
     values = dict(_all_tensors(fresh))
-    return values, frozenset(name for name, tensor in values.items() if _storage(tensor) in mode.storages)
+    return values, frozenset(
+        name for name, tensor in values.items() if _storage(tensor) in mode.storages
+    )
 
 
-class _Unwritten(TorchDispatchMode):
+class _Unwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
     """Keeps the storages that came from an `empty` and were not written since."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = {_storage(t) for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        outputs = {_storage(t) for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)}
+        inputs = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        outputs = {_storage(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
         if func._schema.is_mutable:
             self.storages -= inputs
         elif "empty" in func._schema.name:
             self.storages |= outputs
         else:
-            self.storages -= outputs - inputs  # a new tensor with a value, perhaps where an old one lay
+            self.storages -= (
+                outputs - inputs
+            )  # a new tensor with a value, perhaps where an old one lay
         return result
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    identity: int = tensor.untyped_storage()._cdata
+    return identity
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -9,7 +9,7 @@ from torch import nn
 
 from modelpatch import _transformers
 from modelpatch.errors import ArgumentError, ArgumentTypeError, ModelPatchError
-from modelpatch.patch.rules import Key, Rule, RuleSet, compile_rules, key_text
+from modelpatch.patch.rules import Key, Replacements, Rule, RuleSet, compile_rules, key_text
 
 _lock = threading.Lock()
 _rules: dict[Key, Rule] = {}
@@ -17,7 +17,7 @@ _rules: dict[Key, Rule] = {}
 _compiled: tuple[RuleSet, dict[str, type[nn.Module]]] | None = None
 
 
-def register(mapping: Mapping[Key, type[nn.Module]], *, overwrite: bool) -> None:
+def register(mapping: Replacements, *, overwrite: bool) -> None:
     """Add entries, all or none.
 
     Raises:
@@ -36,6 +36,14 @@ def register(mapping: Mapping[Key, type[nn.Module]], *, overwrite: bool) -> None
         _compiled = None
 
 
+def adopt(theirs: Mapping[str, type[nn.Module]]) -> dict[str, type[nn.Module]]:
+    """Add the entries of another registry whose keys are free and that can be used; return those."""
+    mine = registered()
+    adopted = {k: value for k, value in theirs.items() if k not in mine and _usable(k, value)}
+    register(adopted, overwrite=False)
+    return adopted
+
+
 def unregister(keys: Iterable[Key]) -> None:
     """Remove entries, all or none.
 
@@ -45,13 +53,17 @@ def unregister(keys: Iterable[Key]) -> None:
     """
     global _compiled
     if isinstance(keys, str):
-        raise ArgumentTypeError(f"keys must be a list of keys, got the string {keys!r}; did you mean [{keys!r}]?")
+        raise ArgumentTypeError(
+            f"keys must be a list of keys, got the string {keys!r}; did you mean [{keys!r}]?"
+        )
     wanted = list(keys)
     with _lock:
         unknown = [key_text(key) for key in wanted if key not in _rules]
         if unknown:
             known = ", ".join(map(key_text, _rules)) or "none"
-            raise ArgumentError(f"{', '.join(unknown)} is not registered, so it can't be removed. Registered: {known}.")
+            raise ArgumentError(
+                f"{', '.join(unknown)} is not registered, so it can't be removed. Registered: {known}."
+            )
         for key in wanted:
             _rules.pop(key, None)
         _compiled = None
@@ -78,7 +90,12 @@ def rules() -> RuleSet:
     foreign = _transformers.registered_there()
     if compiled is None or compiled[1] != foreign:
         with _lock:
-            theirs = [rule for key, value in foreign.items() if key not in _rules for rule in _usable(key, value)]
+            theirs = [
+                rule
+                for key, value in foreign.items()
+                if key not in _rules
+                for rule in _usable(key, value)
+            ]
             compiled = _compiled = (RuleSet([*_rules.values(), *theirs]), dict(foreign))
     return compiled[0]
 

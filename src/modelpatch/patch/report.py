@@ -57,16 +57,30 @@ class PatchReport:
         from rich.markup import escape
         from rich.table import Table
 
-        table = Table("site", "original -> replacement", "key", title=f"Patches of {self.model}", title_justify="left")
+        table = Table(
+            "site",
+            "original -> replacement",
+            "key",
+            title=f"Patches of {self.model}",
+            title_justify="left",
+        )
         table.add_column("count", justify="right")
         rows = Counter(
-            (re.sub(r"\b\d+\b", "*", site.path) or "(root)", f"{site.original} -> {site.replacement}", site.key)
+            (
+                re.sub(r"\b\d+\b", "*", site.path) or "(root)",
+                f"{site.original} -> {site.replacement}",
+                site.key,
+            )
             for site in self.replaced
         )
         for row, count in rows.items():
             table.add_row(*map(escape, row), str(count))
         for unused in self.unused:
-            near = f"nearest: {', '.join(unused.nearest)}" if unused.nearest else "nothing has a similar name"
+            near = (
+                f"nearest: {', '.join(unused.nearest)}"
+                if unused.nearest
+                else "nothing has a similar name"
+            )
             table.add_row("replaced nothing", near, escape(unused.key), "0")
         console = Console()
         if not console.is_terminal:
@@ -94,7 +108,9 @@ def report(model: nn.Module) -> PatchReport:
             f"register the patch before it."
         )
     used = {site.rule for _, _, site in found}
-    names = {type(module).__name__ for module in model.modules()} | {site.original.__name__ for _, _, site in found}
+    names = {type(module).__name__ for module in model.modules()} | {
+        site.original.__name__ for _, _, site in found
+    }
     unused = [rule for rules in rule_sets for rule in rules.rules if rule not in used]
     return PatchReport(
         model=type(model).__name__,
@@ -102,24 +118,27 @@ def report(model: nn.Module) -> PatchReport:
             Replaced(key_text(site.rule.key), path, site.original.__name__, type(module).__name__)
             for path, module, site in found
         ),
-        unused=tuple(Unused(key_text(rule.key), tuple(nearest(rule.key, names))) for rule in unused),
+        unused=tuple(
+            Unused(key_text(rule.key), tuple(nearest(rule.key, names))) for rule in unused
+        ),
         changes=tuple(_changes(model)),
     )
 
 
 def _changes(model: nn.Module) -> list[str]:
-    changes: dict[str, None] = {}
+    changes: dict[str, None] = {}  # an ordered set: like sites have like changes
     for _, module, site in sites(model):
-        old, new = site.original, type(module)
-        if hasattr(old, "gradient_checkpointing") and not hasattr(new, "gradient_checkpointing"):
-            changes[f"gradient checkpointing is lost: {new.__name__} is no GradientCheckpointingLayer, as {old.__name__} is"] = None
-    for module in model.modules():
-        if not _transformers.is_model(module):
-            continue
-        for _, inner, site in sites(module):
-            old, new = site.original.__name__, type(inner).__name__
-            if old in (type(module)._no_split_modules or ()):
+        old, new = site.original.__name__, type(module).__name__
+        checkpoints = "gradient_checkpointing"  # the attribute of layers that can
+        if hasattr(site.original, checkpoints) and not hasattr(module, checkpoints):
+            changes[
+                f"gradient checkpointing is lost: {new} is no GradientCheckpointingLayer, {old} is"
+            ] = None
+    for owner in filter(_transformers.is_model, model.modules()):
+        for _, module, site in sites(owner):
+            old, new = site.original.__name__, type(module).__name__
+            if old in (getattr(type(owner), "_no_split_modules", None) or ()):
                 changes[f"kept whole when sharded: {new} (was {old})"] = None
-            for output in _transformers.recorded_outputs(module, site.original):
+            for output in _transformers.recorded_outputs(owner, site.original):
                 changes[f"{output} are recorded from {new} (was {old})"] = None
     return list(changes)

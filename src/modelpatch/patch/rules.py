@@ -20,6 +20,11 @@ from torch import nn
 from modelpatch.errors import ArgumentError, ArgumentTypeError, ModelPatchError
 
 Key = str | type[nn.Module]
+Replacements = (
+    Mapping[str, type[nn.Module]]
+    | Mapping[type[nn.Module], type[nn.Module]]
+    | Mapping[Key, type[nn.Module]]
+)
 Where = Callable[..., bool]
 
 
@@ -52,7 +57,7 @@ class Patch:
     """
 
     name: str
-    replace: Mapping[Key, type[nn.Module]]
+    replace: Replacements
     where: Where | None = None
 
 
@@ -65,7 +70,7 @@ class Rule:
     form: Form
     pattern: re.Pattern[str] | None = None
     wheres: tuple[Where, ...] = ()
-    patch: str | None = None
+    patch: str = ""
 
     def matches(self, cls: type) -> bool:
         """Tell whether the key names `cls`, leaving `where` aside."""
@@ -75,7 +80,9 @@ class Rule:
             return _has_path(cls, str(self.key))
         if not is_model_module(cls.__module__):
             return False
-        return cls.__name__ == self.key if self.form is Form.NAME else self.pattern_finds(cls.__name__)
+        return (
+            cls.__name__ == self.key if self.form is Form.NAME else self.pattern_finds(cls.__name__)
+        )
 
     def pattern_finds(self, name: str) -> bool:
         """Tell whether the key is a pattern that is found in a class name."""
@@ -90,7 +97,7 @@ class Rule:
         if not self.wheres:
             return True
         try:
-            bound = inspect.signature(cls.__init__).bind(None, *args, **kwargs)
+            bound = constructor(cls).bind(None, *args, **kwargs)
         except TypeError:  # the constructor itself gives the better message
             return True
         bound.apply_defaults()
@@ -131,7 +138,10 @@ class RuleSet:
 
 
 def compile_rules(
-    mapping: Mapping[Key, type[nn.Module]], *, wheres: tuple[Where, ...] = (), patch: str | None = None
+    mapping: Replacements,
+    *,
+    wheres: tuple[Where, ...] = (),
+    patch: str = "",
 ) -> list[Rule]:
     """Check a mapping whole and compile it.
 
@@ -140,7 +150,9 @@ def compile_rules(
         ArgumentError: A pattern doesn't compile, or a replacement is its own original.
     """
     if not isinstance(mapping, Mapping):
-        raise ArgumentTypeError(f"expected a mapping from keys to replacement classes, got {type(mapping).__name__}")
+        raise ArgumentTypeError(
+            f"expected a mapping from keys to replacement classes, got {type(mapping).__name__}"
+        )
     rules, faults = [], []
     for key, replacement in mapping.items():
         try:
@@ -148,14 +160,20 @@ def compile_rules(
         except ModelPatchError as fault:
             faults.append(fault)
     if faults:
-        error = ArgumentTypeError if any(isinstance(fault, TypeError) for fault in faults) else ArgumentError
+        error = (
+            ArgumentTypeError
+            if any(isinstance(fault, TypeError) for fault in faults)
+            else ArgumentError
+        )
         if len(faults) == 1:
             raise error(str(faults[0]))
-        raise error(f"{len(faults)} entries can't be used:", faults=[str(fault) for fault in faults])
+        raise error(
+            f"{len(faults)} entries can't be used:", faults=[str(fault) for fault in faults]
+        )
     return rules
 
 
-def _compile(key: Key, replacement: type[nn.Module], wheres: tuple[Where, ...], patch: str | None) -> Rule:
+def _compile(key: Key, replacement: type[nn.Module], wheres: tuple[Where, ...], patch: str) -> Rule:
     if not isinstance(replacement, type):
         raise ArgumentTypeError(
             f"Replacement for {key_text(key)} must be a class, got an object of type {type(replacement).__name__}"
@@ -171,7 +189,9 @@ def _compile(key: Key, replacement: type[nn.Module], wheres: tuple[Where, ...], 
     form, pattern = _form(key)
     rule = Rule(key, replacement, form, pattern, wheres, patch)
     if form is not Form.PATTERN and rule.matches(replacement):
-        raise ArgumentError(f"The replacement for {key_text(key)} is the original itself, so nothing would change")
+        raise ArgumentError(
+            f"The replacement for {key_text(key)} is the original itself, so nothing would change"
+        )
     return rule
 
 
@@ -179,7 +199,9 @@ def _form(key: Key) -> tuple[Form, re.Pattern[str] | None]:
     if isinstance(key, type) and issubclass(key, nn.Module):
         return Form.CLASS, None
     if not isinstance(key, str):
-        raise ArgumentTypeError(f"A key is a class name, a pattern, a dotted path or an nn.Module class, got {key!r}")
+        raise ArgumentTypeError(
+            f"A key is a class name, a pattern, a dotted path or an nn.Module class, got {key!r}"
+        )
     if key.isidentifier():
         return Form.NAME, None
     if all(part.isidentifier() for part in key.split(".")):
@@ -189,12 +211,17 @@ def _form(key: Key) -> tuple[Form, re.Pattern[str] | None]:
     try:
         return Form.PATTERN, re.compile(key)
     except re.error as error:
-        raise ArgumentError(f"Key {key!r} is neither a class name nor a valid pattern: {error}") from error
+        raise ArgumentError(
+            f"Key {key!r} is neither a class name nor a valid pattern: {error}"
+        ) from error
 
 
 def is_model_module(module: str) -> bool:
     """Tell whether names and patterns reach the classes of a module: model code and activations, no quantisers' own."""
-    return module.startswith(("transformers.models.", "transformers_modules.")) or module == "transformers.activations"
+    return (
+        module.startswith(("transformers.models.", "transformers_modules."))
+        or module == "transformers.activations"
+    )
 
 
 def _has_path(cls: type, path: str) -> bool:
@@ -202,7 +229,15 @@ def _has_path(cls: type, path: str) -> bool:
     if name != cls.__name__:
         return False
     # A package often exports a class under a shorter path than the one it was defined in.
-    return f"{cls.__module__}.{cls.__qualname__}" == path or getattr(sys.modules.get(module), name, None) is cls
+    return (
+        f"{cls.__module__}.{cls.__qualname__}" == path
+        or getattr(sys.modules.get(module), name, None) is cls
+    )
+
+
+def constructor(cls: type) -> inspect.Signature:
+    """Return the signature of `cls.__init__`, `self` included."""
+    return inspect.signature(cls.__init__)  # type: ignore[misc]  # of the class itself, not of an instance
 
 
 def key_text(key: object) -> str:
@@ -212,5 +247,7 @@ def key_text(key: object) -> str:
 
 def nearest(key: Key, names: Iterable[str], *, count: int = 3) -> list[str]:
     """Return up to `count` of `names` that look most like `key`, the nearest first."""
-    wanted = key.__name__ if isinstance(key, type) else re.sub(r"\W+", "", key.rpartition(".")[2] or key)
+    wanted = (
+        key.__name__ if isinstance(key, type) else re.sub(r"\W+", "", key.rpartition(".")[2] or key)
+    )
     return difflib.get_close_matches(wanted, sorted(set(names)), n=count, cutoff=0.6)

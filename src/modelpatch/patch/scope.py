@@ -61,8 +61,14 @@ def registered() -> Iterator[None]:
     if any(scope.candidates.values()) or not ours or rules is _warned or not built_a_model:
         return
     _warned = rules
-    faults = [f"\n  - {_subject(rule)} {_reason(rule, scope)}" for rule in rules.rules if rule.key in ours]
-    warnings.warn(f"No registered key matched the model:{''.join(faults)}", NothingReplacedWarning, stacklevel=2)
+    faults = [
+        f"\n  - {_subject(rule)} {_reason(rule, scope)}" for rule in rules.rules if rule.key in ours
+    ]
+    warnings.warn(
+        f"No registered key matched the model:{''.join(faults)}",
+        NothingReplacedWarning,
+        stacklevel=2,
+    )
 
 
 def _subject(rule: Rule) -> str:
@@ -78,4 +84,8 @@ def _reason(rule: Rule, scope: Scope) -> str:
     if taken:
         return f"replaced nothing: a stronger key took {', '.join(taken)}, or an outer replacement left it out."
     near = nearest(rule.key, (cls.__name__ for cls in scope.candidates))
-    return "replaced nothing. " + (f"Nearest classes that were built: {', '.join(near)}." if near else "No class that was built has a similar name.")
+    return "replaced nothing. " + (
+        f"Nearest classes that were built: {', '.join(near)}."
+        if near
+        else "No class that was built has a similar name."
+    )
