@@ -7,6 +7,7 @@ PYTEST_ARGS ?=
 NEWEST := .venv/.stamp
 MATRIX_STAMPS = $(patsubst %,.venv-%/.stamp,$(filter-out newest,$(MATRIX))) $(if $(filter newest,$(MATRIX)),$(NEWEST))
 PIP_INSTALL = -m pip install --quiet --disable-pip-version-check
+SAY_TESTS = -c 'from importlib.metadata import version; print("== tests, Transformers", version("transformers"), flush=True)'
 export HF_HUB_OFFLINE := 1
 
 .DEFAULT_GOAL := help
@@ -20,13 +21,13 @@ demo: .venv/.stamp-demo ## Patch a real checkpoint and compare it with the stock
 	@.venv/bin/python examples/demo.py
 
 test: $(NEWEST) ## Run the tests on the newest supported Transformers
-	@echo "== tests, newest Transformers"
+	@.venv/bin/python $(SAY_TESTS)
 	@.venv/bin/python -m pytest $(PYTEST_ARGS)
 
 test-matrix: venvs ## Run the tests on each Transformers of MATRIX
 	@set -e; for version in $(MATRIX); do \
-		echo "== tests, Transformers $$version"; \
 		folder=.venv-$$version; [ $$version != newest ] || folder=.venv; \
+		$$folder/bin/python $(SAY_TESTS); \
 		$$folder/bin/python -m pytest $(PYTEST_ARGS); \
 	done
 
