@@ -46,7 +46,7 @@ def registered_there() -> dict[str, type[nn.Module]]:
 # --- loading ----------------------------------------------------------------------------------------------------------
 
 
-def hook_loading(
+def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
     *,
     apply_patches: Callable[[], Any],
     patch_output_recorders: Callable[[nn.Module], None],
@@ -231,16 +231,21 @@ def _recorders(model: nn.Module) -> list[tuple[str, Any]]:
     capturing = import_module("transformers.utils.output_capturing")
     # The registry is keyed by this string in every version; 5.24 hides that behind its own accessors.
     specs = dict.get(capturing._CAN_RECORD_REGISTRY, str(type(model))) or {}
-    recorders = []
-    for key, value in specs.items():
-        for spec in value if isinstance(value, list) else [value]:
-            if not isinstance(spec, capturing.OutputRecorder):
-                target, name = (None, spec) if isinstance(spec, str) else (spec, None)
-                spec = capturing.OutputRecorder(
-                    target, index=0 if "hidden_states" in key else 1, class_name=name
-                )
-            recorders.append((key, spec))
-    return recorders
+    return [
+        (key, _as_recorder(key, spec))
+        for key, value in specs.items()
+        for spec in (value if isinstance(value, list) else [value])
+    ]
+
+
+def _as_recorder(output: str, spec: Any) -> Any:
+    """Spell a class or a path's end out as Transformers does: states are outputs, attentions come second."""
+    capturing = sys.modules["transformers.utils.output_capturing"]
+    if isinstance(spec, capturing.OutputRecorder):
+        return spec
+    target, path = (None, spec) if isinstance(spec, str) else (spec, None)
+    index = 0 if "hidden_states" in output else 1
+    return capturing.OutputRecorder(target, index=index, class_name=path)
 
 
 # --- installing -------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -36,9 +36,8 @@ class Scope:
         self.rules = rules
         self.is_global = is_global
         self.closed = False
-        self.candidates: dict[
-            type, tuple[Rule, ...]
-        ] = {}  # its keys are the classes built in the block
+        # Its keys are the classes that were built in the block.
+        self.candidates: dict[type, tuple[Rule, ...]] = {}
         self.hits: Counter[Rule] = Counter()
         self.excluded: Counter[Rule] = Counter()
         self.models: list[weakref.ref[nn.Module]] = []
@@ -166,8 +165,9 @@ def _new(cls: type[nn.Module], /, *args: Any, **kwargs: Any) -> nn.Module:
             module = _replace(cls, scope, candidates, args, kwargs)
     if module is None:
         module = _allocate(cls, args, kwargs)
-    if hasattr(cls, "post_init") and not scopes[0].closed:
-        scopes[0].models.append(weakref.ref(module))
+    if hasattr(cls, "post_init"):
+        for scope in scopes:
+            scope.models.append(weakref.ref(module))
     return module
 
 
@@ -175,7 +175,7 @@ def _allocate(cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any
     """Do what Python does without the dispatcher: call the next `__new__`, which may be a mixin's."""
     allocate: Callable[..., nn.Module] = super(nn.Module, cls).__new__
     if len(_CHAIN) > 1:
-        allocate = _CHAIN[1].__func__
+        allocate = getattr(_CHAIN[1], "__func__", _CHAIN[1])
     return object.__new__(cls) if allocate is object.__new__ else allocate(cls, *args, **kwargs)
 
 
@@ -187,21 +187,13 @@ def _replace(
     kwargs: dict[str, Any],
 ) -> nn.Module | None:
     """Build the replacement of the strongest rule that applies here, or return None."""
-    caller = sys._getframe(2)
-    own_new = False
-    while caller.f_back is not None and caller.f_code.co_name in (
-        "__new__",
-        "__call__",
-    ):  # a class's or metaclass's own
-        own_new = True
-        caller = caller.f_back
+    asker = caller = sys._getframe(2)
+    while caller.f_back is not None and caller.f_code.co_name in ("__new__", "__call__"):
+        caller = caller.f_back  # a class's or metaclass's own stands between
     if caller.f_code is _build.__code__:  # what a rule builds is never replaced
         return None
-    if (
-        not args
-        and not kwargs
-        and (caller.f_code in _COPIERS or (not own_new and _needs_arguments(cls)))
-    ):
+    is_bare = not args and not kwargs
+    if is_bare and (caller.f_code in _COPIERS or (caller is asker and _needs_arguments(cls))):
         return None
     for rule in candidates:
         if not rule.admits(cls, args, kwargs):
@@ -308,7 +300,7 @@ def _named_in_init(cls: type[nn.Module]) -> set[tuple[str, str]]:
     for init in (vars(base).get("__init__") for base in cls.__mro__):
         if not isinstance(init, FunctionType):
             continue
-        for name in init.__code__.co_names:
+        for name in _names(init.__code__):
             value = init.__globals__.get(name)
             for inner in value.values() if isinstance(value, dict) else (value,):
                 if (
@@ -318,6 +310,12 @@ def _named_in_init(cls: type[nn.Module]) -> set[tuple[str, str]]:
                 ):
                     found.add((inner.__module__, inner.__name__))
     return found
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names that a function uses, in the comprehensions and functions inside it too."""
+    inside = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inside)
 
 
 _DISPATCHER = staticmethod(_new)

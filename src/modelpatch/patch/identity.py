@@ -43,7 +43,10 @@ def built_under(model: nn.Module) -> tuple[RuleSet, ...]:
 
 
 def follow(model: nn.Module, *rules: RuleSet) -> None:
-    """Let names follow the replacements in `model`, and remember the rules it was built under. Repeating is harmless."""
+    """Let names follow the replacements in `model`, and remember the rules it was built under.
+
+    Repeating is harmless.
+    """
     identity = id(model)
     known = (*built_under(model), *rules, *(scope.rules for scope in active()))
     reference = weakref.ref(model, lambda _: _BUILT_UNDER.pop(identity, None))
