@@ -68,7 +68,7 @@ class NewRamp(Ramp):
 
 
 class Pinned(nn.Module):
-    """Has a `__new__` of its own."""
+    """Has a `__new__` of its own, which passes no arguments on."""
 
     made_with: float
 
@@ -77,7 +77,7 @@ class Pinned(nn.Module):
         self.__dict__["made_with"] = factor
         return self
 
-    def __init__(self, factor: float = 1.0) -> None:
+    def __init__(self, factor: float) -> None:
         super().__init__()
         self.factor = factor
 
@@ -405,7 +405,7 @@ COPIERS = (copy.copy, copy.deepcopy, unpickled_in_python, replica)
     [
         (lambda: Scale(2), NewScale),
         (Ramp, NewRamp),
-        (Pinned, NewPinned),
+        (lambda: Pinned(2), NewPinned),
         (Counted, NewCounted),
         (Shared, NewShared),
     ],

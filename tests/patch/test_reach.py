@@ -27,7 +27,13 @@ from transformers.models.falcon import modeling_falcon
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaModel
 
-from modelpatch import apply_patches, clear_patch_mapping, patched, register_patch_mapping
+from modelpatch import (
+    NothingReplacedError,
+    apply_patches,
+    clear_patch_mapping,
+    patched,
+    register_patch_mapping,
+)
 from modelpatch.testing import tiny_config, tiny_model
 
 if TYPE_CHECKING:
@@ -345,6 +351,13 @@ def test_a_class_beats_a_path_beats_a_name_beats_a_pattern(weaker: str, globally
     clear_patch_mapping()
 
     assert type(built) is strong
+
+
+def test_a_replacement_that_its_own_pattern_names_is_no_replaced_site() -> None:
+    model_code = type("OwnMLP", (LlamaMLP,), {"__module__": LLAMA})
+
+    with pytest.raises(NothingReplacedError), patched({"MLP$": model_code}):
+        model_code(tiny_config("llama"))
 
 
 # --- what is left alone -------------------------------------------------------------------------
