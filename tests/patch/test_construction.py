@@ -82,6 +82,17 @@ class Pinned(nn.Module):
         self.factor = factor
 
 
+class Tagging(nn.Module):
+    """Has a `__new__` of its own, which takes anything."""
+
+    tag: object
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        self.__dict__["tag"] = [args, kwargs]
+        return self
+
+
 class NewPinned(Pinned):
     pass
 
@@ -487,18 +498,13 @@ def test_own_new_of_the_original_runs_for_the_replacement() -> None:
 
 
 def test_own_new_of_the_replacement_runs_with_the_arguments() -> None:
-    class Tagged(Scale):
-        tag: object
-
-        def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-            self = super().__new__(cls)
-            self.__dict__["tag"] = (args, kwargs)
-            return self
+    class Tagged(Tagging, Scale):
+        pass
 
     with patched({Scale: Tagged}):
         built = Scale(factor=2)
 
-    assert built.tag == ((), {"factor": 2})
+    assert built.tag == [(), {"factor": 2}]
     assert built.factor == 2
 
 
@@ -571,14 +577,14 @@ def test_a_replacement_is_initialised_once(bases: tuple[type, ...]) -> None:
     assert calls == [2]
 
 
-def test_a_replacement_is_not_replaced_in_turn() -> None:
-    class Newer(NewScale):
-        pass
+@pytest.mark.parametrize("bases", [(Ramp,), (nn.Module,), (Tagging, Ramp), (Tagging,)])
+def test_a_replacement_is_not_replaced_in_turn(bases: tuple[type, ...]) -> None:
+    replacement = type("Replacement", bases, {})
 
-    with patched({Scale: NewScale, NewScale: Newer}, strict=False):
-        built = Scale(2)
+    with patched({Ramp: replacement, replacement: nn.Identity}, strict=False):
+        built = Ramp()
 
-    assert type(built) is NewScale
+    assert type(built) is replacement
 
 
 def test_skipped_initialisation_gives_a_replacement_with_memory() -> None:

@@ -240,9 +240,11 @@ def _resolve(value: Any) -> Any:
 
 def _is_building(replacement: type[nn.Module], frame: FrameType | None) -> bool:
     """Tell whether an `__init__` of a `replacement` is running: what it builds of its original is meant."""
+    inits = [vars(base).get("__init__") for base in replacement.__mro__]
+    codes = {init.__code__ for init in inits if isinstance(init, FunctionType)}
     while frame is not None:
         code = frame.f_code
-        if code.co_name == "__init__" and code.co_argcount:
+        if code.co_argcount and (code.co_name == "__init__" or code in codes):
             owner = frame.f_locals.get(code.co_varnames[0])
             if replacement in type(owner).__mro__:
                 return True

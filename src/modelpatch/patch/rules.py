@@ -133,7 +133,9 @@ class RuleSet:
         """Return the rules that name `cls`, the strongest first."""
         found = self._memo.get(cls)
         if found is None:
-            found = self._memo[cls] = tuple(rule for rule in self.rules if rule.matches(cls))
+            found = self._memo[cls] = tuple(
+                rule for rule in self.rules if rule.replacement is not cls and rule.matches(cls)
+            )
         return found
 
 
