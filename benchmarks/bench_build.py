@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 NUM_ROUNDS = 400
-NUM_WORKER_PAIRS = 5
+NUM_WORKER_PAIRS = 6
 NUM_WORKER_ROUNDS = 60
 WORKER = Path(__file__).with_name("idle_worker.py")
 
@@ -114,24 +114,27 @@ class Worker:
         return float(self.process.stdout.readline())
 
 
-def idle_against_plain() -> list[Measurement]:
-    """Time builds in pairs of processes, with the engine installed in one of them.
+def workers_by_turns(side: str, baseline: str) -> list[Measurement]:
+    """Time builds in pairs of processes, one for each side.
 
     An engine that was installed stays in `nn.Module.__new__`, so one process can't be both sides. Where two processes
-    happen to lie in memory makes them differ for good by a few percent, hence several pairs.
+    happen to lie in memory makes them differ for good by a few percent, hence several pairs, and each side is started
+    first in half of them. With the same side twice the ratio must come out as one.
     """
     pairs: list[Measurement] = []
-    for _ in range(NUM_WORKER_PAIRS):
+    for turn in range(NUM_WORKER_PAIRS):
         with ExitStack() as stack:
-            idle, plain = (Worker(side, stack) for side in ("idle", "plain"))
-            idle.wait()
-            plain.wait()
-            pairs += measure_pairs(idle.seconds, plain.seconds, num_rounds=NUM_WORKER_ROUNDS)
+            names = (baseline, side) if turn % 2 else (side, baseline)
+            first, second = (Worker(name, stack) for name in names)
+            first.wait()
+            second.wait()
+            ours, theirs = (second, first) if turn % 2 else (first, second)
+            pairs += measure_pairs(ours.seconds, theirs.seconds, num_rounds=NUM_WORKER_ROUNDS)
     return pairs
 
 
 def test_idle_engine(record_figure: Callable[[Figure], None]) -> None:
-    ratio = ratio_of(idle_against_plain())
+    ratio = ratio_of(workers_by_turns("idle", "plain"))
 
     record_figure(
         Figure(

@@ -44,12 +44,18 @@ def record_figure(pytestconfig: pytest.Config) -> Callable[[Figure], None]:
 
 @pytest.fixture(autouse=True)
 def _quiet_process() -> Iterator[None]:
-    """Measure on one thread, and collect garbage only between rounds."""
+    """Measure on one thread, and collect garbage only between rounds.
+
+    Frozen are the objects of the libraries: looking at all of them between rounds takes longer than the rounds.
+    """
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
     gc.disable()
     yield
     gc.enable()
+    gc.unfreeze()
     torch.set_num_threads(num_threads)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import os
 import platform
 from dataclasses import dataclass
@@ -63,7 +63,7 @@ def circumstances() -> str:
         "Python": platform.python_version(),
     }
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
-    today = datetime.datetime.now(tz=datetime.timezone.utc).date()
+    today = dt.datetime.now(tz=dt.timezone.utc).date()
     return (
         f"{named}; {processor()}, {os.cpu_count()} cores; {today}. Ratios: median [95 % interval]."
     )

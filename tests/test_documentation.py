@@ -17,7 +17,9 @@ ROOT = Path(__file__).parent.parent
 
 def blocks():
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]:
-        for number, block in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
+        for number, block in enumerate(
+            re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)
+        ):
             yield pytest.param(block, id=f"{page.name}-{number}")
 
 
@@ -30,7 +32,11 @@ class MyNorm(nn.RMSNorm):
 def test_a_block_runs(block, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     tiny_model("llama").save_pretrained(tmp_path / "llama")
-    names = {"MyNorm": MyNorm, "AutoModelForCausalLM": AutoModelForCausalLM, "path": tmp_path / "llama"}
+    names = {
+        "MyNorm": MyNorm,
+        "AutoModelForCausalLM": AutoModelForCausalLM,
+        "path": tmp_path / "llama",
+    }
 
     try:
         exec(compile(block, "block", "exec"), names)  # noqa: S102

@@ -24,8 +24,10 @@ ARROWS = {
     "patch.initialisation": {"errors", "patch.construction"},
     "patch.scope": {
         "errors",
+        "_transformers",
         "patch.construction",
         "patch.identity",
+        "patch.initialisation",
         "patch.registry",
         "patch.rules",
     },

@@ -50,6 +50,7 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
     *,
     apply_patches: Callable[[], Any],
     patch_output_recorders: Callable[[nn.Module], None],
+    mark: str,
     initialise: Callable[[nn.Module, Callable[[], None]], None],
     built: Callable[[nn.Module], None],
     stands_for: Callable[[nn.Module, type], bool],
@@ -60,7 +61,8 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
     Args:
         apply_patches: Context around the construction of a model that is loaded or configured.
         patch_output_recorders: Called with each model so constructed.
-        initialise: Called with each module and what Transformers would do for its initial values.
+        mark: Name of the attribute that modules carry which took the place of others.
+        initialise: Called with each of these and what Transformers would do for its initial values.
         built: Called with each model whose initial values are complete.
         stands_for: Tells whether a module is a replacement of an original of a class.
         original_name: From the class name of a model to the one that built-in weight conversions know.
@@ -69,6 +71,7 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
     initialization = import_module("transformers.initialization")
     capturing = import_module("transformers.utils.output_capturing")
     conversion_mapping = import_module("transformers.conversion_mapping")
+    model_class = modeling_utils.PreTrainedModel
     stock_hooks = capturing.maybe_install_capturing_hooks
     stock_conversions = conversion_mapping.get_checkpoint_conversion_mapping
 
@@ -82,17 +85,30 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
         else:
             stock_hooks(model)
 
-    def smart_apply(module: nn.Module, by_family: Callable[..., None], *flags: Any) -> nn.Module:
-        _initialise_tree(module, by_family, flags, initialise)
-        built(module)
-        return module
+    def smart_apply(model: nn.Module, by_family: Callable[..., None], *flags: Any) -> nn.Module:
+        """Walk as Transformers' own does: children first, each model inside by its family's rule."""
+
+        def apply(module: nn.Module, by_family: Callable[..., None]) -> None:
+            for child in module.children():
+                apply(
+                    child,
+                    child._initialize_weights if isinstance(child, model_class) else by_family,
+                )
+            if mark in module.__dict__:
+                initialise(module, functools.partial(by_family, module, *flags))
+            else:
+                by_family(module, *flags)
+
+        apply(model, by_family)
+        built(model)
+        return model
 
     with ExitStack() as stack:
         for owner, name, value in (
             (modeling_utils, "apply_patches", apply_patches),
             (modeling_utils, "patch_output_recorders", patch_output_recorders),
             (modeling_utils, "local_torch_dtype", _one_at_a_time(modeling_utils.local_torch_dtype)),
-            (initialization, "no_tie_weights", _in_this_thread(modeling_utils.PreTrainedModel)),
+            (initialization, "no_tie_weights", _in_this_thread(model_class)),
             (capturing, "maybe_install_capturing_hooks", install_hooks),
             (conversion_mapping, "get_checkpoint_conversion_mapping", conversions),
             (nn.Module, "smart_apply", smart_apply),
@@ -105,19 +121,6 @@ def _put(owner: Any, name: str, value: Any) -> Undo:
     before = vars(owner).get(name, _MISSING)
     setattr(owner, name, value)
     return lambda: delattr(owner, name) if before is _MISSING else setattr(owner, name, before)
-
-
-def _initialise_tree(
-    module: nn.Module,
-    by_family: Callable[..., None],
-    flags: tuple[Any, ...],
-    initialise: Callable[[nn.Module, Callable[[], None]], None],
-) -> None:
-    """Walk as Transformers' `smart_apply` does: children first, each model inside by its own family's rule."""
-    for child in module.children():
-        inner = child._initialize_weights if is_model(child) else by_family
-        _initialise_tree(child, inner, flags, initialise)  # type: ignore[arg-type]  # attributes are typed as tensors
-    initialise(module, lambda: by_family(module, *flags))
 
 
 def _one_at_a_time(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,6 +156,13 @@ def _in_this_thread(model_class: Any) -> Callable[[], Any]:
             model_class.tie_weights = stock
 
     return no_tie_weights
+
+
+def save_code(model_class: Any, folder: str, config: Any) -> None:
+    """Save the code of a model class beside its config, as Transformers does for one that came as remote code."""
+    if model_class.is_remote_code():
+        code = import_module("transformers.dynamic_module_utils")
+        code.custom_object_save(object.__new__(model_class), folder, config=config)
 
 
 # --- recorders --------------------------------------------------------------------------------------------------------

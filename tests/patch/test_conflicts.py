@@ -62,7 +62,10 @@ assert type(nn.Linear(2, 2)) is nn.Linear
 @pytest.mark.parametrize("body", [BEFORE, CHAINED, CUT_OFF], ids=["before", "chained", "cut off"])
 def test_an_allocator_of_another_library(body):
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT.format(body=body)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", SCRIPT.format(body=body)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
     assert done.returncode == 0, done.stderr

@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen2MoeForCausalLM, Qwen2MoeModel
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    LlamaModel,
+    Qwen2MoeForCausalLM,
+    Qwen2MoeModel,
+)
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaMLP,
+    LlamaRMSNorm,
+    LlamaRotaryEmbedding,
+)
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
 
-from modelpatch import UninitializedError, patched
+from modelpatch import (
+    UninitializedError,
+    clear_patch_mapping,
+    patch_output_recorders,
+    patched,
+    register_patch_mapping,
+    report,
+)
 from modelpatch.testing import tiny_config, tiny_inputs, tiny_model
 
 
@@ -100,13 +120,6 @@ class SelfMadeNorm(OwnNorm):
 
     def reset_parameters(self):
         nn.init.constant_(self.weight, 5.0)
-
-
-class OverwritingNorm(ScaledNorm):
-    """Writes over loaded weights behind the back of torch.nn.init."""
-
-    def reset_parameters(self):
-        self.weight.fill_(5.0)
 
 
 @pytest.fixture
@@ -215,12 +228,55 @@ def test_a_replacement_that_owns_its_initialisation_is_asked_first(checkpoint):
     assert torch.equal(loaded.model.norm.weight, stock.model.norm.weight)
 
 
-def test_initial_values_that_would_overwrite_loaded_weights_are_refused(checkpoint):
-    with (
-        pytest.raises(UninitializedError, match="reset_parameters overwrote weight"),
-        patched({"LlamaRMSNorm": OverwritingNorm}),
-    ):
-        AutoModelForCausalLM.from_pretrained(checkpoint[1])
+@pytest.mark.parametrize("write", ["in place", "data", "new parameter"])
+def test_loaded_weights_survive_whatever_way_the_replacement_writes(checkpoint, write):
+    class Overwriting(LlamaMLP):
+        def __init__(self, config):
+            super().__init__(config)
+            self.gain = nn.Parameter(torch.empty(3))
+
+        def reset_parameters(self):
+            for owner, name in ((self, "gain"), (self.up_proj, "weight")):
+                value = getattr(owner, name)
+                if write == "in place":
+                    value.fill_(9.0)
+                elif write == "data":
+                    value.data.fill_(9.0)
+                else:
+                    setattr(owner, name, nn.Parameter(torch.full_like(value, 9.0)))
+
+    stock, path = checkpoint
+
+    with patched({"LlamaMLP": Overwriting}):
+        loaded = AutoModelForCausalLM.from_pretrained(path)
+        built = LlamaForCausalLM(stock.config)
+
+    for i, layer in enumerate(loaded.model.layers):
+        assert torch.equal(layer.mlp.gain, torch.full((3,), 9.0))
+        assert torch.equal(layer.mlp.up_proj.weight, stock.model.layers[i].mlp.up_proj.weight)
+    assert built.model.layers[0].mlp.up_proj.weight.eq(9).all()
+    assert built.model.layers[0].mlp.gain.eq(9).all()
+
+
+def test_a_replacement_without_tensors_of_its_own_is_asked_for_its_children(checkpoint):
+    class Extended(LlamaMLP):
+        def __init__(self, config):
+            super().__init__(config)
+            self.extra = nn.Linear(2, 2)
+
+        def reset_parameters(self):
+            nn.init.constant_(self.extra.weight, 7.0)
+
+    stock, path = checkpoint
+    with patched({"LlamaMLP": Extended}):
+        built = LlamaForCausalLM(stock.config)
+        loaded = AutoModelForCausalLM.from_pretrained(path)
+
+    for model in (built, loaded):
+        assert model.model.layers[1].mlp.extra.weight.eq(7).all()
+    assert torch.equal(
+        loaded.model.layers[1].mlp.up_proj.weight, stock.model.layers[1].mlp.up_proj.weight
+    )
 
 
 def test_memory_that_nobody_writes_is_refused_by_name():
@@ -315,3 +371,174 @@ def test_a_load_without_a_patch_is_as_before(checkpoint):
 
     assert torch.equal(model.model.rotary_emb.inv_freq, stock.model.rotary_emb.inv_freq)
     assert torch.equal(model(**tiny_inputs(stock)).logits, stock(**tiny_inputs(stock)).logits)
+
+
+class LateGarbage(LlamaForCausalLM):
+    """Adds a parameter after the family's initialisation has run."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.late = nn.Parameter(torch.empty(3000))
+
+
+class LateValue(LlamaForCausalLM):
+    def __init__(self, config):
+        super().__init__(config)
+        self.late = nn.Parameter(torch.ones(3))
+        self.post_init()
+
+
+def build_by_hand(config):
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("build", [build_by_hand, AutoModelForCausalLM.from_config])
+def test_a_replaced_model_that_adds_unwritten_memory_late_is_refused(build):
+    with (
+        pytest.raises(UninitializedError, match="late is in no file"),
+        patched({LlamaForCausalLM: LateGarbage}),
+    ):
+        build(tiny_config("llama"))
+
+
+@pytest.mark.parametrize("build", [build_by_hand, AutoModelForCausalLM.from_config])
+def test_a_replaced_model_that_adds_a_value_late_keeps_it(build):
+    with patched({LlamaForCausalLM: LateValue}):
+        model = build(tiny_config("llama"))
+
+    assert model.late.eq(1).all()
+
+
+def test_each_site_is_judged_by_itself():
+    class Uneven(LlamaAttention):
+        def __init__(self, config, layer_idx):
+            super().__init__(config, layer_idx)
+            self.gain = nn.Parameter(torch.ones(30) if layer_idx == 0 else torch.empty(30))
+
+    with pytest.raises(UninitializedError, match="gain"), patched({"LlamaAttention": Uneven}):
+        LlamaForCausalLM(tiny_config("llama"))
+
+
+@pytest.mark.parametrize(
+    "via",
+    [torch.clone, lambda empty: empty.to(torch.float64), lambda empty: empty[:2].contiguous()],
+)
+def test_a_copy_of_unwritten_memory_is_unwritten(via):
+    class Copied(LlamaRMSNorm):
+        def __init__(self, hidden_size, eps=1e-6):
+            super().__init__(hidden_size, eps)
+            self.gain = nn.Parameter(via(torch.empty(30)))
+
+    with pytest.raises(UninitializedError, match="gain"), patched({"LlamaRMSNorm": Copied}):
+        LlamaForCausalLM(tiny_config("llama"))
+
+
+def test_memory_that_was_reused_is_not_taken_for_unwritten():
+    for _ in range(20):
+
+        class Indexed(BareExperts):
+            def __init__(self, config):
+                super().__init__(config)
+                self.register_buffer("index", torch.tensor([1.0, 2.0, 3.0]))
+
+        with patched({"Qwen2MoeExperts": Indexed}):
+            model = Qwen2MoeForCausalLM(tiny_config("qwen2_moe", num_hidden_layers=1))
+
+        assert model.model.layers[0].mlp.experts.index.tolist() == [1, 2, 3]
+
+
+class Counting(LlamaRMSNorm):
+    """Can't be built twice: it uses an argument up."""
+
+    def __init__(self, hidden_size, eps=1e-6):
+        super().__init__(hidden_size, eps)
+        self.register_buffer("steps", torch.arange(PENDING.pop()), persistent=False)
+
+
+PENDING: list[int] = []
+
+
+def test_a_replacement_that_cant_be_built_twice_keeps_the_values_it_has():
+    PENDING[:] = [3]
+
+    with patched({"LlamaRMSNorm": Counting}, where=lambda: len(PENDING) > 0):
+        model = LlamaForCausalLM(tiny_config("llama"))
+
+    assert model.model.layers[0].input_layernorm.steps.tolist() == [0, 1, 2]
+
+
+def test_a_load_that_needs_a_value_it_cant_get_says_why(checkpoint):
+    PENDING[:] = [3]
+
+    with (
+        pytest.raises(
+            UninitializedError,
+            match="steps is in no file, and building another Counting .* failed: pop from",
+        ),
+        patched({"LlamaRMSNorm": Counting}, where=lambda: len(PENDING) > 0),
+    ):
+        AutoModelForCausalLM.from_pretrained(checkpoint[1])
+
+
+def test_a_clone_made_in_a_constructor_is_initialised_and_reported(checkpoint):
+    class Steps(LlamaRMSNorm):
+        def __init__(self, hidden_size, eps=1e-6):
+            super().__init__(hidden_size, eps)
+            self.register_buffer("steps", torch.arange(1.0, 4.0), persistent=False)
+
+    class Cloning(LlamaModel):
+        def __init__(self, config):
+            super().__init__(config)
+            self.layers[1].input_layernorm = copy.deepcopy(self.layers[0].input_layernorm)
+
+    with patched({LlamaModel: Cloning, LlamaRMSNorm: Steps}):
+        model = AutoModelForCausalLM.from_pretrained(checkpoint[1])
+
+    assert model.model.layers[1].input_layernorm.steps.tolist() == [1, 2, 3]
+    assert "model.layers.1.input_layernorm" in {site.path for site in report(model).replaced}
+
+
+def test_the_second_build_is_plain_where_the_registry_would_reach_in(checkpoint):
+    built = []
+
+    class Noting(LlamaMLP):
+        def __init__(self, config):
+            super().__init__(config)
+            built.append(type(self))
+
+    class Root(LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.extra = nn.Parameter(torch.ones(3))
+            self.inner = [
+                AutoModelForCausalLM.from_config(tiny_config("llama", num_hidden_layers=1))
+            ]
+
+    register_patch_mapping({"LlamaForCausalLM": Root, "LlamaMLP": Noting})
+    try:
+        AutoModelForCausalLM.from_pretrained(checkpoint[1])
+    finally:
+        clear_patch_mapping()
+
+    assert len(built) == 4  # three layers and the inner model's one, and none for the second build
+
+
+def test_modules_exchanged_by_hand_may_be_initialised_again():
+    class Wrapper(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+            self.gain = nn.Parameter(torch.ones(1))
+
+        def forward(self, *args, **kwargs):
+            return self.inner(*args, **kwargs)
+
+    model = tiny_model("llama").model
+    model.layers[0] = Wrapper(model.layers[0])
+    register_patch_mapping({"LlamaDecoderLayer": Wrapper})
+    patch_output_recorders(model)
+    clear_patch_mapping()
+
+    model.init_weights()
+
+    assert model.layers[0].gain.item() == 1

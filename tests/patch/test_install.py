@@ -218,3 +218,58 @@ def test_a_conversion_is_registered_under_both_names_of_the_parameter(tmp_path, 
     torch.testing.assert_close(
         model(**tiny_inputs(stock)).logits, stock(**tiny_inputs(stock)).logits
     )
+
+
+def test_a_block_made_before_uninstalling_connects_the_engine_when_it_is_entered(tmp_path):
+    class Steps(LlamaMLP):
+        def __init__(self, config):
+            super().__init__(config)
+            self.register_buffer("steps", torch.arange(1.0, 4.0), persistent=False)
+
+    tiny_model("llama").save_pretrained(tmp_path)
+    block = patched({"LlamaMLP": Steps})
+    modelpatch.uninstall()
+
+    with block:
+        model = AutoModelForCausalLM.from_pretrained(tmp_path)
+
+    assert model.model.layers[0].mlp.steps.tolist() == [1, 2, 3]
+
+
+def test_uninstalling_inside_a_block_is_refused():
+    with patched({"LlamaMLP": MLP}):
+        with pytest.raises(modelpatch.EngineConflictError, match="Leave the block first"):
+            modelpatch.uninstall()
+        assert mlp(AutoModelForCausalLM.from_config(tiny_config("llama"))) is MLP
+
+
+def test_apply_patches_alone_applies_what_was_registered_with_transformers():
+    monkey_patching.register_patch_mapping({"LlamaMLP": MLP})
+
+    with modelpatch.apply_patches():
+        model = LlamaForCausalLM(tiny_config("llama"))
+
+    assert mlp(model) is MLP
+
+
+def test_a_key_registered_on_both_sides_is_cleared_on_both_by_one_call():
+    monkey_patching.register_patch_mapping({"LlamaMLP": OtherMLP})
+    register_patch_mapping({"LlamaMLP": MLP})
+    modelpatch.install()
+    assert get_patch_mapping() == {"LlamaMLP": MLP}
+
+    modelpatch.clear_patch_mapping()
+
+    assert mlp(AutoModelForCausalLM.from_config(tiny_config("llama"))) is LlamaMLP
+    modelpatch.uninstall()
+    assert monkey_patching.get_patch_mapping() == {}
+
+
+def test_a_registration_that_was_overwritten_here_is_given_back_as_it_was():
+    monkey_patching.register_patch_mapping({"LlamaMLP": OtherMLP})
+    modelpatch.install()
+    register_patch_mapping({"LlamaMLP": MLP}, overwrite=True)
+
+    modelpatch.uninstall()
+
+    assert monkey_patching.get_patch_mapping() == {"LlamaMLP": OtherMLP}

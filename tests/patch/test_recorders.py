@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
+import pickle
+import pickletools
 
 import pytest
 import torch
 from torch import nn
 from transformers import LlamaModel
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 import modelpatch
-from modelpatch import apply_patches, patch_output_recorders, patched, register_patch_mapping
+from modelpatch import (
+    apply_patches,
+    patch_output_recorders,
+    patched,
+    register_patch_mapping,
+    report,
+)
 from modelpatch.testing import tiny_config, tiny_inputs, tiny_model
 
 OUTPUTS = (
@@ -173,3 +182,45 @@ def test_a_recorder_that_the_user_adds_later_is_served():
         dict.__setitem__(capturing._CAN_RECORD_REGISTRY, key, table)
 
     assert [tuple(m.shape) for m in mixed] == [(2, 7, 32)] * 3
+
+
+class Passing(nn.Module):
+    """Attention by another class, at module level so that it can be pickled."""
+
+    def __init__(self, config, layer_idx):
+        super().__init__()
+        self.inner = LlamaAttention(config, layer_idx)
+
+    def forward(self, *args, **kwargs):
+        return self.inner(*args, **kwargs)
+
+
+@pytest.mark.parametrize("copier", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])  # noqa: S301
+def test_a_copy_returns_its_states_too(copier):
+    with patched({"LlamaAttention": Passing}):
+        model = tiny_model("llama")
+
+    copied = copier(model)
+
+    assert_same(outputs_of(copied), outputs_of(model))
+    assert len(outputs_of(copied)["attentions"]) == 3
+    assert [str(site) for site in report(copied).replaced] == [
+        str(site) for site in report(model).replaced
+    ]
+
+
+def test_a_pickled_model_needs_no_modelpatch_to_be_loaded():
+    with patched({"LlamaMLP": NestedMLP}):
+        model = tiny_model("llama")
+
+    names = [
+        argument
+        for _, argument, _ in pickletools.genops(pickle.dumps(model))
+        if isinstance(argument, str)
+    ]
+
+    assert not [name for name in names if name.startswith("modelpatch")]
+
+
+class NestedMLP(LlamaMLP):
+    pass

@@ -197,3 +197,27 @@ def test_a_registration_inside_a_block_reaches_the_loads_after_it():
 
     assert attention(model) is Attention
     assert type(model.model.layers[0].mlp).__name__ == "M"
+
+
+def test_a_tower_that_matches_nothing_does_not_warn_for_the_whole():
+    register_patch_mapping({"LlamaMLP": type("M", (LlamaMLP,), {})})
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = tiny_model("llava")  # by hand: its constructor configures one tower after the other
+
+    assert type(model.model.language_model.layers[0].mlp).__name__ == "M"
+
+
+def test_the_warning_points_at_the_line_that_loads():
+    register_patch_mapping({"Wrong": Attention})
+
+    with pytest.warns(NothingReplacedWarning) as caught:
+        AutoModelForCausalLM.from_config(tiny_config("llama"))
+
+    assert caught[0].filename == __file__
+
+
+def test_a_class_to_unregister_outside_of_a_list_is_refused():
+    with pytest.raises(TypeError, match="did you mean"):
+        unregister_patch_mapping(LlamaMLP)

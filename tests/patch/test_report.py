@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
+import weakref
 
 import pytest
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaModel
-from transformers.models.llama.modeling_llama import LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from modelpatch import (
     NoReportError,
@@ -121,3 +123,43 @@ def test_describe_prints_a_table_with_one_row_for_like_sites(capsys):
     ]
     assert ["model.layers.*.mlp", "LlamaMLP -> MLP", "'LlamaMLP'", "3"] in printed
     assert ["replaced nothing", "nothing has a similar name", "'Wrong[x]'", "0"] in printed
+
+
+@pytest.mark.parametrize("other", [None, LlamaMLP])
+def test_a_report_of_something_else_is_refused(other):
+    with pytest.raises(TypeError, match=r"report\(\) takes a model"):
+        report(other)
+
+
+def test_a_wrapper_that_holds_a_checkpointing_layer_has_not_lost_it():
+    class Wrapper(nn.Module):
+        def __init__(self, config, layer_idx):
+            super().__init__()
+            self.inner = LlamaDecoderLayer(config, layer_idx)
+
+    with patched({"LlamaDecoderLayer": Wrapper}):
+        model = tiny_model("llama")
+
+    assert not [change for change in report(model).changes if "checkpointing" in change]
+
+
+def test_a_module_that_holds_its_parent_among_its_arguments_is_freed():
+    class Part(nn.Module):
+        def __init__(self, context):
+            super().__init__()
+
+    class OtherPart(Part):
+        pass
+
+    class Whole(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.part = Part({"parent": self})
+
+    with patched({Part: OtherPart}):
+        whole = Whole()
+    alive = weakref.ref(whole)
+    del whole
+    gc.collect()
+
+    assert alive() is None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 
 import pytest
 from torch import nn
-from transformers import BertModel
+from transformers import BertModel, LlamaModel
 from transformers.models.bert.modeling_bert import BertSelfAttention
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 from modelpatch import (
     ArgumentError,
@@ -249,7 +250,9 @@ def test_where_that_asks_for_what_no_site_has_is_refused_by_name():
 
 
 def test_where_must_be_callable():
-    with pytest.raises(ArgumentTypeError, match="where= must be callable, got int"):
+    with pytest.raises(
+        ArgumentTypeError, match="where= must be a function with a signature: 3 is not"
+    ):
         patched({"LlamaMLP": MLP}, where=3)
 
 
@@ -319,3 +322,68 @@ def test_what_a_rule_builds_is_not_replaced_again():
     with patched({Left: Right, Right: Left}):
         assert type(Left()) is Right
         assert type(Right()) is Left
+
+
+@pytest.mark.parametrize("where", [lambda *args: True, eval("lambda config, /: True")])  # noqa: S307  # positional
+def test_where_that_takes_arguments_by_position_is_refused(where):
+    with pytest.raises(
+        ArgumentTypeError, match="by keyword, and takes (args|config) by position only"
+    ):
+        patched({"LlamaMLP": MLP}, where=where)
+
+
+def test_a_name_outside_of_model_code_is_told_how_to_be_reached():
+    class MyLayer(nn.Module):
+        pass
+
+    with (
+        pytest.raises(NothingReplacedError, match="Give the class itself, or its dotted path"),
+        patched({"MyLayer": nn.Identity}),
+    ):
+        MyLayer()
+
+
+def test_a_name_that_was_meant_as_a_pattern_is_told_how_to_write_one():
+    with (
+        pytest.raises(NothingReplacedError, match=r"exact name. As a pattern, write '\.\*RMS'"),
+        patched({"RMS": MLP}),
+    ):
+        tiny_model("llama")
+
+
+def test_wrappers_that_derive_from_each_other_do_not_switch_each_other_off():
+    class Base(nn.Module):
+        original = LlamaMLP
+
+        def __init__(self, *args, **kwargs):
+            super().__init__()
+            self.inner = self.original(*args, **kwargs)
+
+    class Derived(Base):
+        original = LlamaDecoderLayer
+
+    with patched({"LlamaDecoderLayer": Derived, "LlamaMLP": Base}):
+        model = LlamaModel(tiny_config("llama"))
+
+    assert [type(layer) for layer in model.layers] == [Derived] * 3
+    assert [type(layer.inner.mlp) for layer in model.layers] == [Base] * 3
+
+
+@pytest.mark.parametrize("method", ["__deepcopy__", "__copy__"])
+def test_a_copying_method_of_a_class_without_arguments_copies(method):
+    class Plain(nn.Module):
+        pass
+
+    def duplicate(self, memo=None):
+        new = self.__class__.__new__(self.__class__)
+        new.__dict__.update(self.__dict__)
+        return new
+
+    duplicate.__code__ = duplicate.__code__.replace(co_name=method)
+    setattr(Plain, method, duplicate)
+    plain = Plain()
+
+    with patched({Plain: nn.Identity}, strict=False):
+        duplicated = copy.deepcopy(plain) if method == "__deepcopy__" else copy.copy(plain)
+
+    assert type(duplicated) is Plain

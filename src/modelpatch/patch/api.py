@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 from torch import nn
 
 from modelpatch import _transformers
-from modelpatch.errors import ArgumentError
+from modelpatch.errors import ArgumentError, ArgumentTypeError, EngineConflictError
 from modelpatch.patch import construction, identity, registry, scope
 from modelpatch.patch.construction import Site
-from modelpatch.patch.initialisation import initialise
+from modelpatch.patch.initialisation import complete, initialise
 from modelpatch.patch.rules import (
     Key,
     Patch,
@@ -97,7 +98,7 @@ def apply_patches() -> AbstractContextManager[None]:
         'MyMLP'
         >>> clear_patch_mapping()
     """
-    return scope.registered()
+    return _connected(scope.registered)
 
 
 def patched(
@@ -143,8 +144,7 @@ def patched(
             rules[rule.key] = rule
     if not rules:
         raise ArgumentError("patched() needs at least one key")
-    _hook()
-    return scope.scoped(RuleSet(rules.values()), strict=strict)
+    return _connected(functools.partial(scope.scoped, RuleSet(rules.values()), strict=strict))
 
 
 def patch_output_recorders(model: nn.Module) -> None:
@@ -153,17 +153,26 @@ def patch_output_recorders(model: nn.Module) -> None:
     Happens by itself when outputs are first asked for; here for models whose modules were exchanged by hand. Other
     models of the family are not affected.
     """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"expected a model, got {type(model).__name__}")
     _hook()
     rules = registry.rules()
     for original in _transformers.recorded_classes(model):
         for rule in rules.matching(original):
             for module in model.modules():
-                if type(module) is rule.replacement and construction.site_of(module) is None:
-                    construction.remember(
-                        module, Site(rule, rules, original, (), {}, on_meta=False)
+                if type(module) is rule.replacement and not construction.has_site(module):
+                    vars(module)[construction.MARK] = Site(
+                        key=key_text(rule.key),
+                        rule=rule,
+                        rules=rules,
+                        original=original,
+                        replacement=rule.replacement,
+                        args=None,
+                        kwargs={},
+                        on_meta=False,
                     )
                     _transformers.forget_recorders(model)
-    identity.follow(model)
+    identity.follow_all(model, ())
 
 
 def install() -> None:
@@ -197,16 +206,30 @@ def uninstall() -> None:
 
     Afterwards nothing of this library takes part in a load, until the next registration or block. Calling it again
     does nothing.
+
+    Raises:
+        EngineConflictError: A block is open in this thread or task; nothing was changed.
     """
+    if construction.active():
+        raise EngineConflictError(
+            "uninstall() inside an open block would leave it half applied. Leave the block first."
+        )
     with _lock:
         for undo in reversed(_undo.values()):
             undo()
         _undo.clear()
         mine = registry.registered()
-        back = {key: value for key, value in _taken.items() if mine.get(key) is value}
-        _transformers.registered_there().update(back)
+        _transformers.registered_there().update({k: v for k, v in _taken.items() if k in mine})
         _taken.clear()
         registry.clear()
+
+
+@contextmanager
+def _connected(block: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter `block` with the engine connected: it may have been uninstalled since the block was made."""
+    _hook()
+    with block():
+        yield
 
 
 def _hook() -> None:
@@ -216,7 +239,8 @@ def _hook() -> None:
         if "loading" not in _undo:
             _undo["loading"] = _transformers.hook_loading(
                 apply_patches=scope.registered,
-                patch_output_recorders=identity.follow,
+                patch_output_recorders=_loaded,
+                mark=construction.MARK,
                 initialise=initialise,
                 built=_built,
                 stands_for=_stands_for,
@@ -225,8 +249,16 @@ def _hook() -> None:
 
 
 def _built(model: nn.Module) -> None:
-    if construction.active():
-        identity.follow(model)
+    if scopes := construction.active():
+        identity.follow(model, scopes)
+
+
+def _loaded(model: nn.Module) -> None:
+    """Finish a model that Transformers has constructed, unless its constructor came to its end itself."""
+    scopes = construction.active()
+    if not all(scope.rules in identity.built_under(model) for scope in scopes):
+        identity.follow_all(model, scopes)
+    complete(model)
 
 
 def _stands_for(module: nn.Module, original: type) -> bool:

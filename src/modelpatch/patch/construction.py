@@ -12,7 +12,7 @@ import pickle
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import CodeType, FrameType, FunctionType
@@ -30,7 +30,16 @@ from modelpatch.patch.rules import Form, Rule, RuleSet, constructor, is_model_mo
 class Scope:
     """One open block: its rules, and what happened under them. Belongs to the thread or task that opened it."""
 
-    __slots__ = ("candidates", "closed", "excluded", "hits", "is_global", "models", "rules")
+    __slots__ = (
+        "candidates",
+        "closed",
+        "excluded",
+        "hits",
+        "is_global",
+        "models",
+        "renamed",
+        "rules",
+    )
 
     def __init__(self, rules: RuleSet, *, is_global: bool = False) -> None:
         self.rules = rules
@@ -41,6 +50,7 @@ class Scope:
         self.hits: Counter[Rule] = Counter()
         self.excluded: Counter[Rule] = Counter()
         self.models: list[weakref.ref[nn.Module]] = []
+        self.renamed: set[tuple[str, str]] = set()  # class names, of originals and replacements
 
     def matching(self, cls: type) -> tuple[Rule, ...]:
         """Return the rules that name `cls`, and note that it was built."""
@@ -50,28 +60,45 @@ class Scope:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Site:
-    """One replaced construction: what was asked for, and whether its tensors had no memory yet."""
+    """One replaced construction. The module that came of it carries it, and so do copies of the module.
 
-    rule: Rule
-    rules: RuleSet
+    Attributes:
+        key: The key that asked for it, as shown in messages.
+        rule: Its rule; None in an unpickled copy.
+        rules: The rules of its block.
+        original: The class that was asked for.
+        replacement: The class that was built.
+        args: Positional arguments of the constructor; None where they are not known.
+        kwargs: Keyword arguments of the constructor.
+        on_meta: Whether its tensors had no memory yet.
+    """
+
+    key: str
+    rule: Rule | None
+    rules: RuleSet | None
     original: type[nn.Module]
-    args: tuple[Any, ...]
+    replacement: type[nn.Module]
+    args: tuple[Any, ...] | None
     kwargs: dict[str, Any]
     on_meta: bool
 
     def build(self, cls: type[nn.Module]) -> nn.Module:
         """Build a `cls` from the arguments that this site got, with all rules off."""
-        args = [_resolve(value) for value in self.args]
-        kwargs = {name: _resolve(value) for name, value in self.kwargs.items()}
-        return without_rules(cls, *args, **kwargs)[0]
+        return without_rules(cls, *(self.args or ()), **self.kwargs)[0]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Site:
+        return self
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Pickle as a plain string, so that a pickled model needs no modelpatch to be loaded."""
+        return str, (f"{self.key}|{self.original.__module__}|{self.original.__qualname__}",)
 
 
+MARK = "_modelpatch_site"  # the attribute in which a replaced module carries its site
 _ACTIVE: ContextVar[tuple[Scope, ...]] = ContextVar("modelpatch_scopes", default=())
-# Keyed by identity: a module may be unhashable (class M(nn.Module, dict)).
-_SITES: dict[int, tuple[weakref.ref[nn.Module], Site]] = {}
 _NEEDS_ARGUMENTS: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 _BUILDS: WeakKeyDictionary[type, frozenset[tuple[str, str]]] = WeakKeyDictionary()
-# Callers that allocate a copy of an existing object. The C unpickler leaves no frame.
+# Callers that allocate a copy of an existing object, and names of methods that do. The C unpickler leaves no frame.
 _COPIERS = {
     function.__code__
     for function in (
@@ -82,6 +109,7 @@ _COPIERS = {
         nn.Module._replicate_for_data_parallel,
     )
 }
+_COPYING_METHODS = ("__copy__", "__deepcopy__", "__setstate__")
 
 
 def active() -> tuple[Scope, ...]:
@@ -108,31 +136,39 @@ def deactivate(scope: Scope) -> None:
 
 def site_of(module: nn.Module) -> Site | None:
     """Return the record of the construction that put `module` in the place of another, or None."""
-    entry = _SITES.get(id(module))
-    return entry[1] if entry is not None else None
+    site: Site | str | None = vars(module).get(MARK)
+    if isinstance(site, str):  # from a pickle
+        key, package, path = site.split("|")[-3:]
+        original: Any = sys.modules.get(package)
+        for name in path.split("."):
+            original = getattr(original, name, None)
+        if original is None:
+            original = type(path, (nn.Module,), {"__module__": package})
+        site = vars(module)[MARK] = Site(
+            key, None, None, original, type(module), None, {}, on_meta=False
+        )
+    return site
+
+
+def has_site(module: nn.Module) -> bool:
+    """Tell whether `module` took the place of another."""
+    return MARK in vars(module)
 
 
 def install() -> None:
     """Make `nn.Module` construction look for active scopes. Calling it again does nothing.
 
-    An allocator that another library put there before is called after ours.
-
     Raises:
-        EngineConflictError: Another library exchanged the dispatcher for one that doesn't call it.
+        EngineConflictError: Another library has put an allocator there that doesn't call ours.
     """
     current = vars(nn.Module).get("__new__")
-    if current is _DISPATCHER:
-        return
-    if _DISPATCHER in _CHAIN:
-        _, probe = without_rules(nn.Identity)
-        if not probe.candidates:
-            raise EngineConflictError(
-                f"{current!r} took the place of modelpatch's nn.Module.__new__ and doesn't call it, so no patch can "
-                f"take effect. Import that library first: modelpatch then calls its function."
-            )
-        return
-    _CHAIN.extend([_DISPATCHER] if current is None else [_DISPATCHER, current])
-    nn.Module.__new__ = _DISPATCHER  # type: ignore[assignment]  # the one assignment this library is about
+    if current is None:
+        nn.Module.__new__ = _DISPATCHER  # type: ignore[assignment]  # the one assignment this library is about
+    elif current is not _DISPATCHER and not without_rules(nn.Identity)[1].candidates:
+        raise EngineConflictError(
+            f"nn.Module.__new__ belongs to another library ({current!r}), so no patch can take effect. Where it calls "
+            f"what was there before, use modelpatch first: register a patch or enter a block before importing it."
+        )
 
 
 def without_rules(
@@ -150,14 +186,24 @@ def without_rules(
 def _new(cls: type[nn.Module], /, *args: Any, **kwargs: Any) -> nn.Module:
     # Dynamo traces constructions too (slicing a ModuleList); it folds this to True and can't trace a ContextVar.
     if is_dynamo_compiling():
-        return object.__new__(cls)
+        return _BARE(cls)
     scopes = _ACTIVE.get()
-    if not scopes:
-        return _allocate(cls, args, kwargs)
+    if not scopes:  # spelt out, because every module that is built anywhere comes through here
+        allocate: Callable[..., nn.Module] = super(nn.Module, cls).__new__
+        return allocate(cls) if allocate is _BARE else allocate(cls, *args, **kwargs)
+    return _construct(cls, scopes, args, kwargs)
+
+
+def _construct(
+    cls: type[nn.Module],
+    scopes: tuple[Scope, ...],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> nn.Module:
+    """Let every open scope see `cls`, and the first one that has a rule for it here replace it."""
     module = None
+    scopes = tuple(scope for scope in scopes if not scope.closed)
     for scope in scopes:
-        if scope.closed:
-            continue
         candidates = scope.candidates.get(cls)
         if candidates is None:
             candidates = scope.matching(cls)
@@ -174,9 +220,7 @@ def _new(cls: type[nn.Module], /, *args: Any, **kwargs: Any) -> nn.Module:
 def _allocate(cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
     """Do what Python does without the dispatcher: call the next `__new__`, which may be a mixin's."""
     allocate: Callable[..., nn.Module] = super(nn.Module, cls).__new__
-    if len(_CHAIN) > 1:
-        allocate = getattr(_CHAIN[1], "__func__", _CHAIN[1])
-    return object.__new__(cls) if allocate is object.__new__ else allocate(cls, *args, **kwargs)
+    return allocate(cls) if allocate is _BARE else allocate(cls, *args, **kwargs)
 
 
 def _replace(
@@ -187,18 +231,19 @@ def _replace(
     kwargs: dict[str, Any],
 ) -> nn.Module | None:
     """Build the replacement of the strongest rule that applies here, or return None."""
-    asker = caller = sys._getframe(2)
+    asker = caller = sys._getframe(3)  # who asked for a `cls`
     while caller.f_back is not None and caller.f_code.co_name in ("__new__", "__call__"):
         caller = caller.f_back  # a class's or metaclass's own stands between
     if caller.f_code is _build.__code__:  # what a rule builds is never replaced
         return None
     is_bare = not args and not kwargs
-    if is_bare and (caller.f_code in _COPIERS or (caller is asker and _needs_arguments(cls))):
+    is_copier = caller.f_code in _COPIERS or caller.f_code.co_name in _COPYING_METHODS
+    if is_bare and (is_copier or (caller is asker and _needs_arguments(cls))):
         return None
     for rule in candidates:
         if not rule.admits(cls, args, kwargs):
             scope.excluded[rule] += 1
-        elif not _is_building(rule.replacement, caller):
+        elif not _is_building(rule, caller):
             if rule.form is Form.PATTERN:
                 _refuse_container(rule, cls, args, kwargs)
             return _build(cls, scope, rule, args, kwargs)
@@ -210,45 +255,52 @@ def _build(
 ) -> nn.Module:
     replacement = rule.replacement
     # Python runs `__init__` after this when the object is an instance of `cls` (an ABC's virtual subclass is not).
-    if cls not in replacement.__mro__:
-        module = replacement(*args, **kwargs)
-    elif replacement.__new__ is cls.__new__:
+    python_continues = cls in replacement.__mro__
+    if python_continues and replacement.__new__ is cls.__new__:
         module = _allocate(replacement, args, kwargs)
-    else:
+    elif python_continues or type(replacement).__call__ is type.__call__:
         module = replacement.__new__(replacement, *args, **kwargs)
-    scope.hits[rule] += 1
+    else:  # a metaclass has its own way
+        module = replacement(*args, **kwargs)
+        python_continues = True
     on_meta = torch.get_default_device().type == "meta"
-    kept = {name: _weak(value) for name, value in kwargs.items()}
-    remember(module, Site(rule, scope.rules, cls, tuple(map(_weak, args)), kept, on_meta))
+    key = key_text(rule.key)
+    site = Site(key, rule, scope.rules, cls, replacement, args, kwargs, on_meta)
+    vars(module)[MARK] = site
+    if not python_continues and isinstance(module, replacement):
+        module.__init__(*args, **kwargs)  # type: ignore[misc]  # as type.__call__ does
+    scope.hits[rule] += 1
+    scope.renamed.add((cls.__name__, type(module).__name__))
     return module
 
 
-def remember(module: nn.Module, site: Site) -> None:
-    """Keep the record of a site as long as its module lives."""
-    identity = id(module)
-    _SITES[identity] = (weakref.ref(module, lambda _: _SITES.pop(identity, None)), site)
+def under_construction(
+    frame: FrameType | None, inits: Container[CodeType] = ()
+) -> Iterator[nn.Module]:
+    """Yield the modules whose `__init__` is running, the innermost first.
 
-
-def _weak(value: Any) -> Any:
-    """Hold a module only weakly: it may be one that contains the site, which would then never be freed."""
-    return weakref.ref(value) if isinstance(value, nn.Module) else value
-
-
-def _resolve(value: Any) -> Any:
-    return value() if isinstance(value, weakref.ref) else value
-
-
-def _is_building(replacement: type[nn.Module], frame: FrameType | None) -> bool:
-    """Tell whether an `__init__` of a `replacement` is running: what it builds of its original is meant."""
-    inits = [vars(base).get("__init__") for base in replacement.__mro__]
-    codes = {init.__code__ for init in inits if isinstance(init, FunctionType)}
+    Args:
+        frame: Where to begin.
+        inits: Code of constructors that go by another name.
+    """
     while frame is not None:
         code = frame.f_code
-        if code.co_argcount and (code.co_name == "__init__" or code in codes):
+        if code.co_argcount and (code.co_name == "__init__" or code in inits):
             owner = frame.f_locals.get(code.co_varnames[0])
-            if replacement in type(owner).__mro__:
-                return True
+            if isinstance(owner, nn.Module):
+                yield owner
         frame = frame.f_back
+
+
+def _is_building(rule: Rule, frame: FrameType) -> bool:
+    """Tell whether a replacement of `rule` is under construction: what it builds of its original is meant."""
+    inits = [vars(base).get("__init__") for base in rule.replacement.__mro__]
+    codes = {init.__code__ for init in inits if isinstance(init, FunctionType)}
+    for owner in under_construction(frame, codes):
+        if rule.replacement in type(owner).__mro__:
+            site = site_of(owner)
+            if site is None or site.rule is rule:  # None: built by hand
+                return True
     return False
 
 
@@ -320,5 +372,5 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inside)
 
 
+_BARE = object.__new__  # takes no arguments of the constructor
 _DISPATCHER = staticmethod(_new)
-_CHAIN: list[Any] = []  # once installed: the dispatcher, and the allocator that was there before it

@@ -9,24 +9,26 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
 
 from modelpatch import _transformers
-from modelpatch.patch.construction import Site, active, site_of
+from modelpatch.patch.construction import Scope, Site, site_of
 from modelpatch.patch.rules import RuleSet
 
 # Models by identity, with the rules that they were built under.
 _BUILT_UNDER: dict[int, tuple[weakref.ref[nn.Module], tuple[RuleSet, ...]]] = {}
-# Class names of models that were replaced, by the names of their replacements.
-_ORIGINAL_NAMES: dict[str, str] = {}
 
 
 def original_name(name: str) -> str:
-    """Return the name of the model class that a class called `name` stands for, or `name`."""
-    return _ORIGINAL_NAMES.get(name, name)
+    """Return the name of the class that a live replaced model of class `name` stands for, or `name`."""
+    for reference, _ in list(_BUILT_UNDER.values()):
+        model = reference()
+        if model is not None and type(model).__name__ == name and (site := site_of(model)):
+            return site.original.__name__
+    return name
 
 
 def sites(model: nn.Module) -> Iterator[tuple[str, nn.Module, Site]]:
@@ -42,48 +44,52 @@ def built_under(model: nn.Module) -> tuple[RuleSet, ...]:
     return entry[1] if entry is not None else ()
 
 
-def follow(model: nn.Module, *rules: RuleSet) -> None:
-    """Let names follow the replacements in `model`, and remember the rules it was built under.
+def follow(model: nn.Module, scopes: Iterable[Scope]) -> None:
+    """Let names follow the replacements made under `scopes`, in one model and not in those inside it.
 
-    Repeating is harmless.
+    Also remembers the rules it was built under. Repeating is harmless.
     """
+    scopes = tuple(scopes)
     identity = id(model)
-    known = (*built_under(model), *rules, *(scope.rules for scope in active()))
+    known = dict.fromkeys((*built_under(model), *(scope.rules for scope in scopes)))
     reference = weakref.ref(model, lambda _: _BUILT_UNDER.pop(identity, None))
-    _BUILT_UNDER[identity] = (reference, tuple(dict.fromkeys(known)))
-    renamed = {site.original.__name__: type(module).__name__ for _, module, site in sites(model)}
-    if not renamed:
-        return
-    present = {type(module).__name__ for module in model.modules()}
-    for module in model.modules():
-        if not _transformers.is_model(module):
-            continue
-        if names := getattr(module, "_no_split_modules", None):
-            kept = [name for name in names if name not in renamed or name in present]
-            new = [renamed[name] for name in names if name in renamed]
-            module._no_split_modules = type(names)(dict.fromkeys([*kept, *new]))
-        if (site := site_of(module)) is not None and _transformers.is_model_class(site.original):
-            _ORIGINAL_NAMES[type(module).__name__] = site.original.__name__
-            if hasattr(site.original, "is_custom_code"):  # since 5.20 or later
-                vars(module)["is_custom_code"] = site.original.is_custom_code
-            vars(module)["save_pretrained"] = functools.partial(
-                save_as, module, site.original.__name__
-            )
+    _BUILT_UNDER[identity] = (reference, tuple(known))
+    names = getattr(model, "_no_split_modules", None) or ()
+    renamed = [(old, new) for scope in scopes for old, new in scope.renamed if old in names]
+    if renamed:
+        present = {type(module).__name__ for module in model.modules()}
+        gone = {old for old, _ in renamed} - present
+        kept = [name for name in names if name not in gone]
+        new = {new for _, new in renamed if new in present}
+        vars(model)["_no_split_modules"] = new.union(kept)
+    site = site_of(model)
+    if site is not None and _transformers.is_model_class(site.original):
+        vars(model)["save_pretrained"] = functools.partial(save_as, model, site.original)
+        if hasattr(site.original, "is_custom_code"):  # since 5.20 or later
+            vars(model)["is_custom_code"] = site.original.is_custom_code
 
 
-def save_as(model: Any, architecture: str, *args: Any, **kwargs: Any) -> None:
+def follow_all(model: nn.Module, scopes: Iterable[Scope]) -> None:
+    """Do as `follow` in `model` and in the models inside it."""
+    scopes = tuple(scopes)
+    for module in reversed(list(model.modules())):  # inner ones first, as they are built
+        if module is model or _transformers.is_model(module):
+            follow(module, scopes)
+
+
+def save_as(model: Any, original: type, *args: Any, **kwargs: Any) -> None:
     """Save a model whose class was replaced so that `config.json` names the original, which engines look up."""
     config = model.config
     auto_map = copy.deepcopy(vars(config).get("auto_map"))
 
-    def save_config(*args: Any, **kwargs: Any) -> None:
+    def save_config(folder: Any, *args: Any, **kwargs: Any) -> None:
         del vars(config)["save_pretrained"]  # before the config is written
-        config.architectures = [architecture]
+        config.architectures = [original.__name__]
+        vars(config).pop("auto_map", None)
         if auto_map is not None:
             config.auto_map = auto_map
-        else:
-            vars(config).pop("auto_map", None)
-        config.save_pretrained(*args, **kwargs)
+        _transformers.save_code(original, folder, config)
+        config.save_pretrained(folder, *args, **kwargs)
 
     vars(config)["save_pretrained"] = save_config
     try:

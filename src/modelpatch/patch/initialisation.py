@@ -4,14 +4,14 @@ Transformers initialises modules by the name and type of their class, so it know
 builds on the meta device, so what a constructor computed is lost. Here the replacement is asked first; then the
 family's own initialisation has its turn; what neither wrote comes from building the replacement once more, and what
 that leaves unwritten as well is an error.
+
+A tensor has its value when it carries Transformers' mark, or was written in place since it was allocated.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,32 +21,92 @@ from torch.utils._pytree import tree_leaves
 from modelpatch.errors import UninitializedError
 from modelpatch.patch.construction import Site, site_of
 
-_UNWRITTEN: WeakKeyDictionary[type, frozenset[str]] = WeakKeyDictionary()
+_HAS_VALUE = (
+    "_is_hf_initialized"  # on tensors and modules; what Transformers itself sets and honours
+)
 
 
 def initialise(module: nn.Module, by_family: Callable[[], None]) -> None:
-    """Initialise one module whose children are done: by its family, unless it is a replacement.
+    """Initialise the root of a replaced site, whose children are done.
 
     Args:
-        module: The module; of a replaced site its root.
+        module: The replacement.
         by_family: What Transformers would do for it.
 
     Raises:
-        UninitializedError: A tensor below a replaced site would keep memory that nobody wrote.
+        UninitializedError: A tensor below it would keep memory that nobody wrote.
     """
     site = site_of(module)
-    if site is None:
-        by_family()
+    if site is not None and not getattr(module, _HAS_VALUE, False):
+        own = _own_initialiser(module, site)
+        if own is None:
+            _let_family(module, site, by_family)
+        else:
+            _ask(module, own)
+        setattr(module, _HAS_VALUE, True)
+    complete(module)
+
+
+def complete(module: nn.Module) -> None:
+    """Give each tensor below a replaced site that has no value yet the one that the constructor gives it.
+
+    Raises:
+        UninitializedError: The constructor gives none either.
+    """
+    site = site_of(module)
+    if site is None or site.args is None:
         return
-    if getattr(module, "_is_hf_initialized", False):
+    pending = dict(_pending(module, site))
+    if not pending:
         return
-    own = _own_initialiser(module, site)
-    if own is not None:
-        _ask(module, own)
-    else:
-        _let_family(module, site, by_family)
-    module._is_hf_initialized = True  # type: ignore[assignment]  # the mark Transformers itself sets
-    _complete(module, site)
+    built = _value_of(site, pending) if site.on_meta else _verdict_on(site)
+    if built is None:
+        return
+    values, unwritten = built
+    lost = [name for name in pending if name in unwritten or (site.on_meta and name not in values)]
+    if lost:
+        raise UninitializedError(
+            f"{_names(site)}: {', '.join(lost)} is in no file, and nothing initialises it. Define "
+            f"{site.replacement.__name__}.reset_parameters, or give it a value in the constructor."
+        )
+    with torch.no_grad():
+        for name, tensor in pending.items():
+            if site.on_meta:
+                tensor.copy_(values[name])
+            setattr(tensor, _HAS_VALUE, True)
+
+
+def _own_initialiser(module: nn.Module, site: Site) -> Callable[[], None] | None:
+    """Return `reset_parameters` where the replacement itself defines it."""
+    for cls in type(module).__mro__:
+        package = cls.__module__.partition(".")[0]
+        if cls in site.original.__mro__ or package in ("torch", "transformers"):
+            return None
+        if "reset_parameters" in vars(cls):
+            return module.reset_parameters  # type: ignore[return-value]  # typed as a tensor
+    return None
+
+
+def _ask(module: nn.Module, own: Callable[[], None]) -> None:
+    """Let the replacement initialise itself; what had been loaded stays as it was, however it writes."""
+    before = {(id(owner), name): tensor for owner, name, tensor in _tensors(module)}
+    loaded = [
+        (owner, name, tensor, tensor.detach().clone())
+        for owner, name, tensor in _tensors(module)
+        if getattr(tensor, _HAS_VALUE, False)
+    ]
+    if before and len(loaded) == len(before):
+        return
+    with torch.no_grad(), _Writes() as writes:
+        own()
+    for owner, name, tensor in _tensors(module):
+        if _storage(tensor) in writes.written or tensor is not before.get((id(owner), name)):
+            setattr(tensor, _HAS_VALUE, True)
+    with torch.no_grad():
+        for owner, name, tensor, value in loaded:
+            table: Any = owner._parameters if name in owner._parameters else owner._buffers
+            table[name] = tensor
+            tensor.copy_(value)
 
 
 def _let_family(module: nn.Module, site: Site, by_family: Callable[[], None]) -> None:
@@ -59,7 +119,7 @@ def _let_family(module: nn.Module, site: Site, by_family: Callable[[], None]) ->
                 return by_family()
             except AttributeError as error:
                 name = error.name
-                if error.obj is not module or name is None or name in dummies:
+                if error.obj is not module or name is None or name in dummies or site.args is None:
                     raise
                 if original is None:
                     with torch.device("meta"):
@@ -73,96 +133,69 @@ def _let_family(module: nn.Module, site: Site, by_family: Callable[[], None]) ->
             del vars(module)[name]
 
 
-def _own_initialiser(module: nn.Module, site: Site) -> Callable[[], None] | None:
-    """Return `reset_parameters` where the replacement itself defines it."""
-    for cls in type(module).__mro__:
-        if cls in site.original.__mro__ or cls.__module__.partition(".")[0] in (
-            "torch",
-            "transformers",
-        ):
-            return None
-        if "reset_parameters" in vars(cls):
-            return module.reset_parameters  # type: ignore[return-value]  # nn.Module types attributes as tensors
+_Built = tuple[dict[str, torch.Tensor], set[str]]
+
+
+def _value_of(site: Site, pending: dict[str, torch.Tensor]) -> _Built:
+    """Build the replacement again where its tensors had no memory, for their values."""
+    try:
+        return _build_again(site, "cpu")
+    except Exception as error:
+        raise UninitializedError(
+            f"{_names(site)}: {', '.join(pending)} is in no file, and building another "
+            f"{site.replacement.__name__} from the same arguments for the value failed: {error}"
+        ) from error
+
+
+def _verdict_on(site: Site) -> _Built | None:
+    """Build the replacement again to see what its constructor leaves unwritten, without a trace.
+
+    Returns None where it can't be built twice: its arguments were used up, or it needs what is gone.
+    """
+    for device in ("meta", "cpu"):
+        try:
+            with torch.random.fork_rng(devices=[]):
+                return _build_again(site, device)
+        except Exception:  # noqa: BLE001, S112  # a constructor may want real tensors, or fail in its own way
+            continue
     return None
 
 
-def _ask(module: nn.Module, own: Callable[[], None]) -> None:
-    loaded = {
-        name: tensor
-        for name, tensor in _own_tensors(module)
-        if getattr(tensor, "_is_hf_initialized", False)
-    }
-    before = {name: tensor._version for name, tensor in loaded.items()}
-    if len(loaded) == len(list(_own_tensors(module))):
-        return
-    with torch.no_grad():
-        own()
-    changed = [name for name, tensor in loaded.items() if tensor._version != before[name]]
-    if changed:
-        raise UninitializedError(
-            f"{type(module).__name__}.reset_parameters overwrote {', '.join(changed)}, which had been loaded. Use the "
-            f"functions of torch.nn.init there: they leave loaded tensors alone."
-        )
+def _build_again(site: Site, device: str) -> _Built:
+    with torch.device(device), _Writes() as writes:
+        fresh = site.build(site.replacement)
+    values = dict(_named(fresh))
+    return values, {name for name, tensor in values.items() if _storage(tensor) in writes.unwritten}
 
 
-def _complete(module: nn.Module, site: Site) -> None:
-    """Give each tensor that nobody wrote since its allocation the value the constructor gives it."""
-    pending = dict(_pending(module, site))
-    if not pending:
-        return
-    cls = type(module)
-    unwritten = _UNWRITTEN.get(cls)
-    values: dict[str, torch.Tensor] = {}
-    if site.on_meta or unwritten is None:
-        # Without a meta device the values are there already, and the random stream stays as it was.
-        with nullcontext() if site.on_meta else torch.random.fork_rng(devices=[]):
-            values, unwritten = _constructed(cls, site)
-        _UNWRITTEN[cls] = unwritten
-    lost = [name for name in pending if name in unwritten or (site.on_meta and name not in values)]
-    if lost:
-        raise UninitializedError(
-            f"{cls.__name__} in the place of {site.original.__name__}: {', '.join(lost)} is in no file, and nothing "
-            f"initialises it. Define {cls.__name__}.reset_parameters, or give it a value in the constructor."
-        )
-    if site.on_meta:
-        with torch.no_grad():
-            for name, tensor in pending.items():
-                tensor.copy_(values[name])
+class _Writes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    """Tells which storages were written, and which came to be without a value.
 
-
-def _constructed(
-    cls: type[nn.Module], site: Site
-) -> tuple[dict[str, torch.Tensor], frozenset[str]]:
-    """Build the replacement once more, on the CPU; return its tensors and the names of those left unwritten."""
-    mode = _Unwritten()
-    with torch.device("cpu"), mode:
-        fresh = site.build(cls)
-    values = dict(_all_tensors(fresh))
-    return values, frozenset(
-        name for name, tensor in values.items() if _storage(tensor) in mode.storages
-    )
-
-
-class _Unwritten(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    """Keeps the storages that came from an `empty` and were not written since."""
+    Holds the storages: otherwise one could be freed and another come to lie at the same address.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.storages: set[int] = set()
+        self.written: dict[int, torch.UntypedStorage] = {}
+        self.unwritten: dict[int, torch.UntypedStorage] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = {_storage(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
-        outputs = {_storage(t) for t in tree_leaves(result) if isinstance(t, torch.Tensor)}
+        given, made = _storages((args, kwargs)), _storages(result)
         if func._schema.is_mutable:
-            self.storages -= inputs
-        elif "empty" in func._schema.name:
-            self.storages |= outputs
-        else:
-            self.storages -= (
-                outputs - inputs
-            )  # a new tensor with a value, perhaps where an old one lay
+            for argument, schema in zip(args, func._schema.arguments, strict=False):
+                if schema.alias_info is not None and schema.alias_info.is_write:
+                    self.written |= _storages(argument)
+            for storage in self.written:
+                self.unwritten.pop(storage, None)
+        elif "empty" in func._schema.name or (given and given.keys() <= self.unwritten.keys()):
+            self.unwritten |= made  # a copy of nothing is nothing
         return result
+
+
+def _storages(values: Any) -> dict[int, torch.UntypedStorage]:
+    tensors = [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
+    return {_storage(tensor): tensor.untyped_storage() for tensor in tensors}
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -170,30 +203,37 @@ def _storage(tensor: torch.Tensor) -> int:
     return identity
 
 
-def _own_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters(recurse=False)
-    yield from module.named_buffers(recurse=False)
-
-
-def _all_tensors(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors below `module`, except those of replaced sites inside, which are done."""
-    for name, tensor in _own_tensors(module):
-        yield prefix + name, tensor
-    for name, child in module.named_children():
+def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
+    """Yield owner, name and tensor for all below `module`, except in replaced sites inside, which are done."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if tensor is not None:
+            yield module, name, tensor
+    for child in module.children():
         if site_of(child) is None:
-            yield from _all_tensors(child, f"{prefix}{name}.")
+            yield from _tensors(child)
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield path and tensor for the same as `_tensors`."""
+    paths = {id(inner): path for path, inner in module.named_modules()}
+    for owner, name, tensor in _tensors(module):
+        yield f"{paths[id(owner)]}.{name}".removeprefix("."), tensor
 
 
 def _pending(module: nn.Module, site: Site) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that were neither loaded nor written in place."""
-    for name, tensor in _all_tensors(module):
-        if getattr(tensor, "_is_hf_initialized", False) or tensor.is_meta or not tensor.numel():
+    """Yield the tensors that have no value, as far as one can see."""
+    for name, tensor in _named(module):
+        if getattr(tensor, _HAS_VALUE, False) or tensor.is_meta or not tensor.numel():
             continue
         if not tensor.is_inference():
             if tensor._version == 0:
                 yield name, tensor
         elif site.on_meta:
             raise UninitializedError(
-                f"{type(module).__name__} was loaded under torch.inference_mode, whose tensors don't tell whether "
-                f"{name} was written. Load outside of it; the model may run inside."
+                f"{_names(site)} was loaded under torch.inference_mode, whose tensors don't tell whether {name} was "
+                f"written. Load outside of it; the model may run inside."
             )
+
+
+def _names(site: Site) -> str:
+    return f"{site.replacement.__name__} in the place of {site.original.__name__}"

@@ -37,11 +37,14 @@ def register(mapping: Replacements, *, overwrite: bool) -> None:
 
 
 def adopt(theirs: Mapping[str, type[nn.Module]]) -> dict[str, type[nn.Module]]:
-    """Add the entries of another registry whose keys are free and that can be used; return those."""
-    mine = registered()
-    adopted = {k: value for k, value in theirs.items() if k not in mine and _usable(k, value)}
-    register(adopted, overwrite=False)
-    return adopted
+    """Take over the entries of another registry that can be used, except where a key is registered here already.
+
+    Returns:
+        All that can be used, those that ours shadow too.
+    """
+    usable = {key: value for key, value in theirs.items() if _usable(key, value)}
+    register({key: value for key, value in usable.items() if key not in _rules}, overwrite=False)
+    return usable
 
 
 def unregister(keys: Iterable[Key]) -> None:
@@ -52,9 +55,9 @@ def unregister(keys: Iterable[Key]) -> None:
         ArgumentError: A key is not registered; the registry is unchanged.
     """
     global _compiled
-    if isinstance(keys, str):
+    if isinstance(keys, (str, type)):
         raise ArgumentTypeError(
-            f"keys must be a list of keys, got the string {keys!r}; did you mean [{keys!r}]?"
+            f"keys must be a list of keys, got {keys!r}; did you mean [{keys!r}]?"
         )
     wanted = list(keys)
     with _lock:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from modelpatch import _transformers
-from modelpatch.errors import NoReportError
+from modelpatch.errors import ArgumentTypeError, NoReportError
 from modelpatch.patch.identity import built_under, sites
 from modelpatch.patch.rules import key_text, nearest
 
@@ -94,28 +94,32 @@ def report(model: nn.Module) -> PatchReport:
     """Tell what patches did to `model`.
 
     Args:
-        model: A model that was built in this process, under `patched`, `apply_patches` or a registered mapping. Copies
-            and unpickled models carry no record.
+        model: A model that was built under `patched`, `apply_patches` or a registered mapping, or a copy of it. Of an
+            unpickled one the replaced sites are known, and not the keys that replaced nothing.
 
     Raises:
+        ArgumentTypeError: `model` is no nn.Module.
         NoReportError: No patch was active when the model was built.
     """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"report() takes a model, got {type(model).__name__}")
     found = list(sites(model))
-    rule_sets = dict.fromkeys([*built_under(model), *(site.rules for _, _, site in found)])
-    if not rule_sets:
+    rule_sets = dict.fromkeys(
+        [*built_under(model), *(site.rules for _, _, site in found if site.rules)]
+    )
+    if not found and not rule_sets:
         raise NoReportError(
             f"{type(model).__name__} was not built under a patch in this process: wrap the load in `patched(...)`, or "
             f"register the patch before it."
         )
+    names = {type(module).__name__ for module in model.modules()}
+    names |= {site.original.__name__ for _, _, site in found}
     used = {site.rule for _, _, site in found}
-    names = {type(module).__name__ for module in model.modules()} | {
-        site.original.__name__ for _, _, site in found
-    }
     unused = [rule for rules in rule_sets for rule in rules.rules if rule not in used]
     return PatchReport(
         model=type(model).__name__,
         replaced=tuple(
-            Replaced(key_text(site.rule.key), path, site.original.__name__, type(module).__name__)
+            Replaced(site.key, path, site.original.__name__, type(module).__name__)
             for path, module, site in found
         ),
         unused=tuple(
@@ -130,7 +134,9 @@ def _changes(model: nn.Module) -> list[str]:
     for _, module, site in sites(model):
         old, new = site.original.__name__, type(module).__name__
         checkpoints = "gradient_checkpointing"  # the attribute of layers that can
-        if hasattr(site.original, checkpoints) and not hasattr(module, checkpoints):
+        if hasattr(site.original, checkpoints) and not any(
+            hasattr(inner, checkpoints) for inner in module.modules()
+        ):
             changes[
                 f"gradient checkpointing is lost: {new} is no GradientCheckpointingLayer, {old} is"
             ] = None

@@ -123,10 +123,11 @@ class Rule:
 class RuleSet:
     """Rules in order of precedence, with the answer for each class kept as long as the class lives."""
 
-    __slots__ = ("_memo", "rules")
+    __slots__ = ("_memo", "rules", "warned")
 
     def __init__(self, rules: Iterable[Rule]) -> None:
         self.rules: tuple[Rule, ...] = tuple(sorted(rules, key=lambda rule: rule.form))
+        self.warned = False  # that they matched nothing
         self._memo: WeakKeyDictionary[type, tuple[Rule, ...]] = WeakKeyDictionary()
 
     def matching(self, cls: type) -> tuple[Rule, ...]:
@@ -186,8 +187,7 @@ def _compile(key: Key, replacement: type[nn.Module], wheres: tuple[Where, ...], 
             f"which inherits from {[base.__name__ for base in replacement.__mro__[1:]]}"
         )
     for where in wheres:
-        if not callable(where):
-            raise ArgumentTypeError(f"where= must be callable, got {type(where).__name__}")
+        _check_where(where)
     form, pattern = _form(key)
     rule = Rule(key, replacement, form, pattern, wheres, patch)
     if form is not Form.PATTERN and rule.matches(replacement):
@@ -195,6 +195,18 @@ def _compile(key: Key, replacement: type[nn.Module], wheres: tuple[Where, ...], 
             f"The replacement for {key_text(key)} is the original itself, so nothing would change"
         )
     return rule
+
+
+def _check_where(where: Where) -> None:
+    try:
+        parameters = inspect.signature(where).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ArgumentTypeError(f"where= must be a function with a signature: {error}") from error
+    by_position = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]
+    if by_position:
+        raise ArgumentTypeError(
+            f"where= gets the constructor's arguments by keyword, and takes {', '.join(by_position)} by position only"
+        )
 
 
 def _form(key: Key) -> tuple[Form, re.Pattern[str] | None]:

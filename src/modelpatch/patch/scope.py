@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
+from modelpatch import _transformers
 from modelpatch.errors import NothingReplacedError, NothingReplacedWarning
-from modelpatch.patch import construction, identity, registry
+from modelpatch.patch import construction, identity, initialisation, registry
 from modelpatch.patch.construction import Scope
-from modelpatch.patch.rules import Rule, RuleSet, key_text, nearest
+from modelpatch.patch.rules import Form, Rule, RuleSet, key_text, nearest
 
-_warned: RuleSet | None = None
+_INSIDE = ("contextlib", "modelpatch", "transformers")
 
 
 @contextmanager
@@ -23,8 +26,12 @@ def opened(scope: Scope) -> Iterator[None]:
     finally:
         construction.deactivate(scope)
     for reference in scope.models:
-        if (model := reference()) is not None:
-            identity.follow(model, scope.rules)
+        model = reference()
+        if model is None:
+            continue
+        if scope.rules not in identity.built_under(model):
+            identity.follow(model, [scope])
+        initialisation.complete(model)  # what its constructor added after the family's turn
 
 
 @contextmanager
@@ -48,34 +55,48 @@ def scoped(rules: RuleSet, *, strict: bool) -> Iterator[None]:
 @contextmanager
 def registered() -> Iterator[None]:
     """Apply the global registry in the block, outside of every scoped block."""
-    global _warned
     rules = registry.rules()
-    if not rules.rules or any(scope.rules is rules for scope in construction.active()):
+    scopes = construction.active()
+    is_inner = any(scope.rules is rules or not scope.rules.rules for scope in scopes)
+    if not rules.rules or is_inner:  # or a build with all rules off
         yield
         return
     scope = Scope(rules, is_global=True)
     with opened(scope):
         yield
     ours = registry.registered()
-    built_a_model = any(hasattr(cls, "post_init") for cls in scope.candidates)
-    if any(scope.candidates.values()) or not ours or rules is _warned or not built_a_model:
-        return
-    _warned = rules
-    faults = [
-        f"\n  - {_subject(rule)} {_reason(rule, scope)}" for rule in rules.rules if rule.key in ours
-    ]
-    warnings.warn(
-        f"No registered key matched the model:{''.join(faults)}",
-        NothingReplacedWarning,
-        stacklevel=2,
-    )
+    if ours and not rules.warned and _is_unmatched_model(scope):
+        rules.warned = True
+        unused = [rule for rule in rules.rules if rule.key in ours]
+        faults = [f"\n  - {_subject(rule)} {_reason(rule, scope)}" for rule in unused]
+        message = f"No registered key matched the model:{''.join(faults)}"
+        warnings.warn(message, NothingReplacedWarning, stacklevel=_level_of_caller())
+
+
+def _is_unmatched_model(scope: Scope) -> bool:
+    """Tell whether a whole model was built and no key matched; of a part, the rest may match still."""
+    if any(scope.candidates.values()) or not any(
+        hasattr(cls, "post_init") for cls in scope.candidates
+    ):
+        return False
+    return not any(map(_transformers.is_model, construction.under_construction(sys._getframe())))
+
+
+def _level_of_caller() -> int:
+    """Return the `stacklevel` at which neither this package nor Transformers is the one that called."""
+    frame: FrameType | None = sys._getframe()
+    level = 0
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _INSIDE:
+        frame = frame.f_back
+        level += 1
+    return level
 
 
 def _subject(rule: Rule) -> str:
     return f"Key {key_text(rule.key)}" + (f" of patch {rule.patch!r}" if rule.patch else "")
 
 
-def _reason(rule: Rule, scope: Scope) -> str:
+def _reason(rule: Rule, scope: Scope) -> str:  # noqa: PLR0911  # one for each reason
     if scope.excluded[rule]:
         return f"replaced nothing: where= turned down all {scope.excluded[rule]} constructions that it matches."
     if not scope.candidates:
@@ -83,9 +104,15 @@ def _reason(rule: Rule, scope: Scope) -> str:
     taken = [cls.__name__ for cls, rules in scope.candidates.items() if rule in rules]
     if taken:
         return f"replaced nothing: a stronger key took {', '.join(taken)}, or an outer replacement left it out."
-    near = nearest(rule.key, (cls.__name__ for cls in scope.candidates))
-    return "replaced nothing. " + (
-        f"Nearest classes that were built: {', '.join(near)}."
-        if near
-        else "No class that was built has a similar name."
-    )
+    names = [cls.__name__ for cls in scope.candidates]
+    if rule.key in names:
+        return (
+            "replaced nothing: names and patterns reach model code of Transformers only. Give the class itself, or its "
+            "dotted path."
+        )
+    near = nearest(rule.key, names)
+    if near:
+        return f"replaced nothing. Nearest classes that were built: {', '.join(near)}."
+    if rule.form is Form.NAME and any(str(rule.key) in name for name in names):
+        return f"replaced nothing: it is an exact name. As a pattern, write '.*{rule.key}'."
+    return "replaced nothing. No class that was built has a similar name."
