@@ -251,6 +251,7 @@ def _hook() -> None:
 def _built(model: nn.Module) -> None:
     if scopes := construction.active():
         identity.follow(model, scopes)
+    complete(model)
 
 
 def _loaded(model: nn.Module) -> None:

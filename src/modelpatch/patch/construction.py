@@ -30,32 +30,17 @@ from modelpatch.patch.rules import Form, Rule, RuleSet, constructor, is_model_mo
 class Scope:
     """One open block: its rules, and what happened under them. Belongs to the thread or task that opened it."""
 
-    __slots__ = (
-        "candidates",
-        "closed",
-        "excluded",
-        "hits",
-        "is_global",
-        "models",
-        "renamed",
-        "rules",
-    )
+    __slots__ = ("closed", "excluded", "hits", "is_global", "matched", "models", "renamed", "rules")
 
     def __init__(self, rules: RuleSet, *, is_global: bool = False) -> None:
         self.rules = rules
         self.is_global = is_global
         self.closed = False
-        # Its keys are the classes that were built in the block.
-        self.candidates: dict[type, tuple[Rule, ...]] = {}
+        self.matched = False  # whether a rule named any class that was built
         self.hits: Counter[Rule] = Counter()
-        self.excluded: Counter[Rule] = Counter()
+        self.excluded: Counter[Rule] = Counter()  # by `where`
         self.models: list[weakref.ref[nn.Module]] = []
         self.renamed: set[tuple[str, str]] = set()  # class names, of originals and replacements
-
-    def matching(self, cls: type) -> tuple[Rule, ...]:
-        """Return the rules that name `cls`, and note that it was built."""
-        found = self.candidates[cls] = self.rules.matching(cls)
-        return found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -164,7 +149,7 @@ def install() -> None:
     current = vars(nn.Module).get("__new__")
     if current is None:
         nn.Module.__new__ = _DISPATCHER  # type: ignore[assignment]  # the one assignment this library is about
-    elif current is not _DISPATCHER and not without_rules(nn.Identity)[1].candidates:
+    elif current is not _DISPATCHER and not without_rules(nn.Identity)[1]:
         raise EngineConflictError(
             f"nn.Module.__new__ belongs to another library ({current!r}), so no patch can take effect. Where it calls "
             f"what was there before, use modelpatch first: register a patch or enter a block before importing it."
@@ -173,12 +158,12 @@ def install() -> None:
 
 def without_rules(
     build: Callable[..., nn.Module], *args: Any, **kwargs: Any
-) -> tuple[nn.Module, Scope]:
-    """Build something with all rules off; the scope returned knows the classes that were built."""
+) -> tuple[nn.Module, list[type]]:
+    """Build something with all rules off; also return the classes that were built."""
     probe = Scope(RuleSet(()))
     token = _ACTIVE.set((probe,))
     try:
-        return build(*args, **kwargs), probe
+        return build(*args, **kwargs), probe.rules.seen()
     finally:
         _ACTIVE.reset(token)
 
@@ -187,28 +172,24 @@ def _new(cls: type[nn.Module], /, *args: Any, **kwargs: Any) -> nn.Module:
     # Dynamo traces constructions too (slicing a ModuleList); it folds this to True and can't trace a ContextVar.
     if is_dynamo_compiling():
         return _BARE(cls)
-    scopes = _ACTIVE.get()
-    if not scopes:  # spelt out, because every module that is built anywhere comes through here
-        allocate: Callable[..., nn.Module] = super(nn.Module, cls).__new__
-        return allocate(cls) if allocate is _BARE else allocate(cls, *args, **kwargs)
-    return _construct(cls, scopes, args, kwargs)
+    # The quick way, spelt out: every module that is built anywhere comes through here.
+    for scope in _ACTIVE.get():
+        if id(cls) not in scope.rules.unnamed:
+            return _construct(cls, args, kwargs)
+    allocate: Callable[..., nn.Module] = super(nn.Module, cls).__new__
+    return allocate(cls) if allocate is _BARE else allocate(cls, *args, **kwargs)
 
 
-def _construct(
-    cls: type[nn.Module],
-    scopes: tuple[Scope, ...],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> nn.Module:
+def _construct(cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
     """Let every open scope see `cls`, and the first one that has a rule for it here replace it."""
     module = None
-    scopes = tuple(scope for scope in scopes if not scope.closed)
+    scopes = active()
     for scope in scopes:
-        candidates = scope.candidates.get(cls)
-        if candidates is None:
-            candidates = scope.matching(cls)
-        if candidates and module is None:
-            module = _replace(cls, scope, candidates, args, kwargs)
+        candidates = scope.rules.matching(cls)
+        if candidates:
+            scope.matched = True
+            if module is None:
+                module = _replace(cls, scope, candidates, args, kwargs)
     if module is None:
         module = _allocate(cls, args, kwargs)
     if hasattr(cls, "post_init"):
@@ -263,7 +244,8 @@ def _build(
     else:  # a metaclass has its own way
         module = replacement(*args, **kwargs)
         python_continues = True
-    on_meta = torch.get_default_device().type == "meta"
+    # Asking for the default device is slow, and without a mode it is not meta.
+    on_meta = torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type == "meta"
     key = key_text(rule.key)
     site = Site(key, rule, scope.rules, cls, replacement, args, kwargs, on_meta)
     vars(module)[MARK] = site
@@ -294,9 +276,7 @@ def under_construction(
 
 def _is_building(rule: Rule, frame: FrameType) -> bool:
     """Tell whether a replacement of `rule` is under construction: what it builds of its original is meant."""
-    inits = [vars(base).get("__init__") for base in rule.replacement.__mro__]
-    codes = {init.__code__ for init in inits if isinstance(init, FunctionType)}
-    for owner in under_construction(frame, codes):
+    for owner in under_construction(frame, rule.inits):
         if rule.replacement in type(owner).__mro__:
             site = site_of(owner)
             if site is None or site.rule is rule:  # None: built by hand
@@ -342,10 +322,10 @@ def _built_by(
     """Build one on the meta device and return module and name of the classes inside."""
     try:
         with torch.device("meta"):
-            _, probe = without_rules(cls, *args, **kwargs)
+            _, built = without_rules(cls, *args, **kwargs)
     except Exception:  # noqa: BLE001  # a constructor that needs real tensors: its code has to do
         return set()
-    return {(inner.__module__, inner.__name__) for inner in probe.candidates if inner is not cls}
+    return {(inner.__module__, inner.__name__) for inner in built if inner is not cls}
 
 
 def _named_in_init(cls: type[nn.Module]) -> set[tuple[str, str]]:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from modelpatch.errors import UninitializedError
-from modelpatch.patch.construction import Site, site_of
+from modelpatch.patch.construction import Site, has_site, site_of
 
 _HAS_VALUE = (
     "_is_hf_initialized"  # on tensors and modules; what Transformers itself sets and honours
@@ -37,13 +37,14 @@ def initialise(module: nn.Module, by_family: Callable[[], None]) -> None:
         UninitializedError: A tensor below it would keep memory that nobody wrote.
     """
     site = site_of(module)
-    if site is not None and not getattr(module, _HAS_VALUE, False):
-        own = _own_initialiser(module, site)
-        if own is None:
-            _let_family(module, site, by_family)
-        else:
-            _ask(module, own)
-        setattr(module, _HAS_VALUE, True)
+    if site is None or vars(module).get(_HAS_VALUE):
+        return
+    own = _own_initialiser(module, site)
+    if own is None:
+        _let_family(module, site, by_family)
+    else:
+        _ask(module, own)
+    vars(module)[_HAS_VALUE] = True
     complete(module)
 
 
@@ -56,9 +57,9 @@ def complete(module: nn.Module) -> None:
     site = site_of(module)
     if site is None or site.args is None:
         return
-    pending = dict(_pending(module, site))
-    if not pending:
+    if all(_has_value(tensor, site) for _, _, tensor in _tensors(module)):
         return
+    pending = {name: tensor for name, tensor in _named(module) if not _has_value(tensor, site)}
     built = _value_of(site, pending) if site.on_meta else _verdict_on(site)
     if built is None:
         return
@@ -78,6 +79,8 @@ def complete(module: nn.Module) -> None:
 
 def _own_initialiser(module: nn.Module, site: Site) -> Callable[[], None] | None:
     """Return `reset_parameters` where the replacement itself defines it."""
+    if not hasattr(type(module), "reset_parameters"):
+        return None
     for cls in type(module).__mro__:
         package = cls.__module__.partition(".")[0]
         if cls in site.original.__mro__ or package in ("torch", "transformers"):
@@ -205,12 +208,15 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
     """Yield owner, name and tensor for all below `module`, except in replaced sites inside, which are done."""
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
-            yield module, name, tensor
-    for child in module.children():
-        if site_of(child) is None:
-            yield from _tensors(child)
+    modules = [module]
+    for owner in modules:  # grows
+        for table in (owner._parameters, owner._buffers):
+            for name, tensor in table.items():
+                if tensor is not None:
+                    yield owner, name, tensor
+        modules += [
+            child for child in owner._modules.values() if child is not None and not has_site(child)
+        ]
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -220,19 +226,18 @@ def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield f"{paths[id(owner)]}.{name}".removeprefix("."), tensor
 
 
-def _pending(module: nn.Module, site: Site) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors that have no value, as far as one can see."""
-    for name, tensor in _named(module):
-        if getattr(tensor, _HAS_VALUE, False) or tensor.is_meta or not tensor.numel():
-            continue
-        if not tensor.is_inference():
-            if tensor._version == 0:
-                yield name, tensor
-        elif site.on_meta:
-            raise UninitializedError(
-                f"{_names(site)} was loaded under torch.inference_mode, whose tensors don't tell whether {name} was "
-                f"written. Load outside of it; the model may run inside."
-            )
+def _has_value(tensor: torch.Tensor, site: Site) -> bool:
+    """Tell whether a tensor has a value, as far as one can see from outside."""
+    if getattr(tensor, _HAS_VALUE, False) or tensor.is_meta or not tensor.numel():
+        return True
+    if not tensor.is_inference():
+        return tensor._version > 0
+    if site.on_meta:
+        raise UninitializedError(
+            f"{_names(site)} was loaded under torch.inference_mode, whose tensors don't tell whether they were written. "
+            f"Load outside of it; the model may run inside."
+        )
+    return True
 
 
 def _names(site: Site) -> str:

@@ -9,9 +9,11 @@ import difflib
 import inspect
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from types import CodeType, FunctionType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -71,6 +73,7 @@ class Rule:
     pattern: re.Pattern[str] | None = None
     wheres: tuple[Where, ...] = ()
     patch: str = ""
+    inits: frozenset[CodeType] = frozenset()  # code of the constructors of the replacement
 
     def matches(self, cls: type) -> bool:
         """Tell whether the key names `cls`, leaving `where` aside."""
@@ -121,23 +124,41 @@ class Rule:
 
 
 class RuleSet:
-    """Rules in order of precedence, with the answer for each class kept as long as the class lives."""
+    """Rules in order of precedence, with the answer for each class kept as long as the class lives.
 
-    __slots__ = ("_memo", "rules", "warned")
+    Attributes:
+        rules: The rules, the strongest first.
+        unnamed: The classes seen so far that no rule names and that are no models, by identity: for those there is
+            nothing to do.
+        warned: Whether it was said that the rules matched nothing.
+    """
+
+    __slots__ = ("_named", "rules", "unnamed", "warned")
 
     def __init__(self, rules: Iterable[Rule]) -> None:
         self.rules: tuple[Rule, ...] = tuple(sorted(rules, key=lambda rule: rule.form))
-        self.warned = False  # that they matched nothing
-        self._memo: WeakKeyDictionary[type, tuple[Rule, ...]] = WeakKeyDictionary()
+        self.unnamed: dict[int, weakref.ref[type]] = {}
+        self.warned = False
+        self._named: WeakKeyDictionary[type, tuple[Rule, ...]] = WeakKeyDictionary()
 
     def matching(self, cls: type) -> tuple[Rule, ...]:
         """Return the rules that name `cls`, the strongest first."""
-        found = self._memo.get(cls)
-        if found is None:
-            found = self._memo[cls] = tuple(
+        found = self._named.get(cls)
+        if found is None and id(cls) not in self.unnamed:
+            found = tuple(
                 rule for rule in self.rules if rule.replacement is not cls and rule.matches(cls)
             )
-        return found
+            if found or hasattr(cls, "post_init"):
+                self._named[cls] = found
+            else:
+                identity, unnamed = id(cls), self.unnamed
+                unnamed[identity] = weakref.ref(cls, lambda _: unnamed.pop(identity, None))
+        return found or ()
+
+    def seen(self) -> list[type]:
+        """Return the classes that were looked up and are still alive."""
+        unnamed = [reference() for reference in list(self.unnamed.values())]
+        return [*self._named, *(cls for cls in unnamed if cls is not None)]
 
 
 def compile_rules(
@@ -189,7 +210,9 @@ def _compile(key: Key, replacement: type[nn.Module], wheres: tuple[Where, ...], 
     for where in wheres:
         _check_where(where)
     form, pattern = _form(key)
-    rule = Rule(key, replacement, form, pattern, wheres, patch)
+    inits = [vars(base).get("__init__") for base in replacement.__mro__]
+    codes = frozenset(init.__code__ for init in inits if isinstance(init, FunctionType))
+    rule = Rule(key, replacement, form, pattern, wheres, patch, codes)
     if form is not Form.PATTERN and rule.matches(replacement):
         raise ArgumentError(
             f"The replacement for {key_text(key)} is the original itself, so nothing would change"

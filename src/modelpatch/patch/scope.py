@@ -64,22 +64,25 @@ def registered() -> Iterator[None]:
     scope = Scope(rules, is_global=True)
     with opened(scope):
         yield
+    is_unmatched_model = scope.models and not scope.matched
+    if is_unmatched_model and not rules.warned and not _is_part_of_model():
+        _warn(scope)
+
+
+def _is_part_of_model() -> bool:
+    """Tell whether a model's constructor is running: what one part doesn't match, another may."""
+    return any(map(_transformers.is_model, construction.under_construction(sys._getframe())))
+
+
+def _warn(scope: Scope) -> None:
+    """Say, once for a state of the registry, that its keys matched nothing."""
     ours = registry.registered()
-    if ours and not rules.warned and _is_unmatched_model(scope):
-        rules.warned = True
-        unused = [rule for rule in rules.rules if rule.key in ours]
+    unused = [rule for rule in scope.rules.rules if rule.key in ours]
+    if unused:
+        scope.rules.warned = True
         faults = [f"\n  - {_subject(rule)} {_reason(rule, scope)}" for rule in unused]
         message = f"No registered key matched the model:{''.join(faults)}"
         warnings.warn(message, NothingReplacedWarning, stacklevel=_level_of_caller())
-
-
-def _is_unmatched_model(scope: Scope) -> bool:
-    """Tell whether a whole model was built and no key matched; of a part, the rest may match still."""
-    if any(scope.candidates.values()) or not any(
-        hasattr(cls, "post_init") for cls in scope.candidates
-    ):
-        return False
-    return not any(map(_transformers.is_model, construction.under_construction(sys._getframe())))
 
 
 def _level_of_caller() -> int:
@@ -99,12 +102,13 @@ def _subject(rule: Rule) -> str:
 def _reason(rule: Rule, scope: Scope) -> str:  # noqa: PLR0911  # one for each reason
     if scope.excluded[rule]:
         return f"replaced nothing: where= turned down all {scope.excluded[rule]} constructions that it matches."
-    if not scope.candidates:
+    seen = scope.rules.seen()
+    if not seen:
         return "replaced nothing: no module was built."
-    taken = [cls.__name__ for cls, rules in scope.candidates.items() if rule in rules]
+    taken = [cls.__name__ for cls in seen if rule in scope.rules.matching(cls)]
     if taken:
         return f"replaced nothing: a stronger key took {', '.join(taken)}, or an outer replacement left it out."
-    names = [cls.__name__ for cls in scope.candidates]
+    names = [cls.__name__ for cls in seen]
     if rule.key in names:
         return (
             "replaced nothing: names and patterns reach model code of Transformers only. Give the class itself, or its "
