@@ -51,7 +51,7 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
     apply_patches: Callable[[], Any],
     patch_output_recorders: Callable[[nn.Module], None],
     mark: str,
-    initialise: Callable[[nn.Module, Callable[[], None]], None],
+    initialise: Callable[..., None],
     built: Callable[[nn.Module], None],
     stands_for: Callable[[nn.Module, type], bool],
     original_name: Callable[[str], str],
@@ -62,7 +62,7 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
         apply_patches: Context around the construction of a model that is loaded or configured.
         patch_output_recorders: Called with each model so constructed.
         mark: Name of the attribute that modules carry which took the place of others.
-        initialise: Called with each of these and what Transformers would do for its initial values.
+        initialise: Called with each of these, what Transformers would call for it, and the further arguments of that.
         built: Called with each model whose initial values are complete.
         stands_for: Tells whether a module is a replacement of an original of a class.
         original_name: From the class name of a model to the one that built-in weight conversions know.
@@ -95,7 +95,7 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
                     child._initialize_weights if isinstance(child, model_class) else by_family,
                 )
             if mark in module.__dict__:
-                initialise(module, functools.partial(by_family, module, *flags))
+                initialise(module, by_family, *flags)
             else:
                 by_family(module, *flags)
 

@@ -22,7 +22,6 @@ from modelpatch.patch.rules import (
     RuleSet,
     Where,
     compile_rules,
-    key_text,
 )
 
 _lock = threading.Lock()
@@ -138,9 +137,7 @@ def patched(
         for rule in compile_rules(patch.replace, wheres=wheres, patch=patch.name):
             if rule.key in rules:
                 names = [repr(r.patch) if r.patch else "a mapping" for r in (rules[rule.key], rule)]
-                raise ArgumentError(
-                    f"Two patches claim {key_text(rule.key)}: {' and '.join(names)}"
-                )
+                raise ArgumentError(f"Two patches claim {rule.key_text}: {' and '.join(names)}")
             rules[rule.key] = rule
     if not rules:
         raise ArgumentError("patched() needs at least one key")
@@ -162,11 +159,9 @@ def patch_output_recorders(model: nn.Module) -> None:
             for module in model.modules():
                 if type(module) is rule.replacement and not construction.has_site(module):
                     vars(module)[construction.MARK] = Site(
-                        key=key_text(rule.key),
                         rule=rule,
                         rules=rules,
                         original=original,
-                        replacement=rule.replacement,
                         args=None,
                         kwargs={},
                         on_meta=False,

@@ -24,23 +24,22 @@ from torch import nn
 from torch.compiler import is_dynamo_compiling
 
 from modelpatch.errors import ContainerMatchError, EngineConflictError
-from modelpatch.patch.rules import Form, Rule, RuleSet, constructor, is_model_module, key_text
+from modelpatch.patch.rules import Form, Rule, RuleSet, constructor, is_model_module
 
 
 class Scope:
     """One open block: its rules, and what happened under them. Belongs to the thread or task that opened it."""
 
-    __slots__ = ("closed", "excluded", "hits", "is_global", "matched", "models", "renamed", "rules")
+    __slots__ = ("closed", "excluded", "is_global", "matched", "models", "replaced", "rules")
 
     def __init__(self, rules: RuleSet, *, is_global: bool = False) -> None:
         self.rules = rules
         self.is_global = is_global
         self.closed = False
         self.matched = False  # whether a rule named any class that was built
-        self.hits: Counter[Rule] = Counter()
-        self.excluded: Counter[Rule] = Counter()  # by `where`
+        self.replaced: dict[Rule, set[type]] = {}  # the classes that each rule replaced
+        self.excluded: Counter[Rule] = Counter()  # constructions that `where` turned down
         self.models: list[weakref.ref[nn.Module]] = []
-        self.renamed: set[tuple[str, str]] = set()  # class names, of originals and replacements
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,21 +47,17 @@ class Site:
     """One replaced construction. The module that came of it carries it, and so do copies of the module.
 
     Attributes:
-        key: The key that asked for it, as shown in messages.
-        rule: Its rule; None in an unpickled copy.
-        rules: The rules of its block.
+        rule: The rule that asked for it.
+        rules: The rules of its block; None in an unpickled copy.
         original: The class that was asked for.
-        replacement: The class that was built.
         args: Positional arguments of the constructor; None where they are not known.
         kwargs: Keyword arguments of the constructor.
         on_meta: Whether its tensors had no memory yet.
     """
 
-    key: str
-    rule: Rule | None
+    rule: Rule
     rules: RuleSet | None
     original: type[nn.Module]
-    replacement: type[nn.Module]
     args: tuple[Any, ...] | None
     kwargs: dict[str, Any]
     on_meta: bool
@@ -76,7 +71,8 @@ class Site:
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         """Pickle as a plain string, so that a pickled model needs no modelpatch to be loaded."""
-        return str, (f"{self.key}|{self.original.__module__}|{self.original.__qualname__}",)
+        original = self.original
+        return str, (f"{self.rule.key_text}|{original.__module__}|{original.__qualname__}",)
 
 
 MARK = "_modelpatch_site"  # the attribute in which a replaced module carries its site
@@ -129,9 +125,8 @@ def site_of(module: nn.Module) -> Site | None:
             original = getattr(original, name, None)
         if original is None:
             original = type(path, (nn.Module,), {"__module__": package})
-        site = vars(module)[MARK] = Site(
-            key, None, None, original, type(module), None, {}, on_meta=False
-        )
+        rule = Rule(key, type(module), Form.NAME, key_text=key)
+        site = vars(module)[MARK] = Site(rule, None, original, None, {}, on_meta=False)
     return site
 
 
@@ -183,9 +178,9 @@ def _new(cls: type[nn.Module], /, *args: Any, **kwargs: Any) -> nn.Module:
 def _construct(cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]) -> nn.Module:
     """Let every open scope see `cls`, and the first one that has a rule for it here replace it."""
     module = None
-    scopes = active()
+    scopes = _ACTIVE.get()
     for scope in scopes:
-        candidates = scope.rules.matching(cls)
+        candidates = () if scope.closed else scope.rules.matching(cls)
         if candidates:
             scope.matched = True
             if module is None:
@@ -194,7 +189,8 @@ def _construct(cls: type[nn.Module], args: tuple[Any, ...], kwargs: dict[str, An
         module = _allocate(cls, args, kwargs)
     if hasattr(cls, "post_init"):
         for scope in scopes:
-            scope.models.append(weakref.ref(module))
+            if not scope.closed:
+                scope.models.append(weakref.ref(module))
     return module
 
 
@@ -222,9 +218,9 @@ def _replace(
     if is_bare and (is_copier or (caller is asker and _needs_arguments(cls))):
         return None
     for rule in candidates:
-        if not rule.admits(cls, args, kwargs):
+        if rule.wheres and not rule.admits(cls, args, kwargs):
             scope.excluded[rule] += 1
-        elif not _is_building(rule, caller):
+        elif rule.replacement.__init__ is cls.__init__ or not _is_building(rule, caller):
             if rule.form is Form.PATTERN:
                 _refuse_container(rule, cls, args, kwargs)
             return _build(cls, scope, rule, args, kwargs)
@@ -246,13 +242,10 @@ def _build(
         python_continues = True
     # Asking for the default device is slow, and without a mode it is not meta.
     on_meta = torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type == "meta"
-    key = key_text(rule.key)
-    site = Site(key, rule, scope.rules, cls, replacement, args, kwargs, on_meta)
-    vars(module)[MARK] = site
+    module.__dict__[MARK] = Site(rule, scope.rules, cls, args, kwargs, on_meta)
     if not python_continues and isinstance(module, replacement):
         module.__init__(*args, **kwargs)  # type: ignore[misc]  # as type.__call__ does
-    scope.hits[rule] += 1
-    scope.renamed.add((cls.__name__, type(module).__name__))
+    scope.replaced.setdefault(rule, set()).add(cls)
     return module
 
 
@@ -308,7 +301,7 @@ def _refuse_container(
     )
     if inner:
         raise ContainerMatchError(
-            f"Pattern {key_text(rule.key)} matches {cls.__name__} and also {', '.join(inner)}, which {cls.__name__} "
+            f"Pattern {rule.key_text} matches {cls.__name__} and also {', '.join(inner)}, which {cls.__name__} "
             f"builds: replacing the outer one would drop what is inside. Use a narrower pattern, or the exact name of "
             f"the class that is meant.",
             container=cls.__name__,

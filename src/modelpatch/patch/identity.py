@@ -55,13 +55,18 @@ def follow(model: nn.Module, scopes: Iterable[Scope]) -> None:
     reference = weakref.ref(model, lambda _: _BUILT_UNDER.pop(identity, None))
     _BUILT_UNDER[identity] = (reference, tuple(known))
     names = getattr(model, "_no_split_modules", None) or ()
-    renamed = [(old, new) for scope in scopes for old, new in scope.renamed if old in names]
+    renamed = {
+        (original.__name__, rule.replacement.__name__)
+        for scope in scopes
+        for rule, originals in scope.replaced.items()
+        for original in originals
+        if original.__name__ in names
+    }
     if renamed:
         present = {type(module).__name__ for module in model.modules()}
         gone = {old for old, _ in renamed} - present
-        kept = [name for name in names if name not in gone]
         new = {new for _, new in renamed if new in present}
-        vars(model)["_no_split_modules"] = new.union(kept)
+        vars(model)["_no_split_modules"] = new.union(set(names) - gone)
     site = site_of(model)
     if site is not None and _transformers.is_model_class(site.original):
         vars(model)["save_pretrained"] = functools.partial(save_as, model, site.original)

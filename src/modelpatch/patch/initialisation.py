@@ -26,12 +26,13 @@ _HAS_VALUE = (
 )
 
 
-def initialise(module: nn.Module, by_family: Callable[[], None]) -> None:
+def initialise(module: nn.Module, by_family: Callable[..., None], *flags: Any) -> None:
     """Initialise the root of a replaced site, whose children are done.
 
     Args:
         module: The replacement.
-        by_family: What Transformers would do for it.
+        by_family: What Transformers would call for it.
+        *flags: With what besides the module.
 
     Raises:
         UninitializedError: A tensor below it would keep memory that nobody wrote.
@@ -41,7 +42,7 @@ def initialise(module: nn.Module, by_family: Callable[[], None]) -> None:
         return
     own = _own_initialiser(module, site)
     if own is None:
-        _let_family(module, site, by_family)
+        _let_family(module, site, by_family, flags)
     else:
         _ask(module, own)
     vars(module)[_HAS_VALUE] = True
@@ -68,7 +69,7 @@ def complete(module: nn.Module) -> None:
     if lost:
         raise UninitializedError(
             f"{_names(site)}: {', '.join(lost)} is in no file, and nothing initialises it. Define "
-            f"{site.replacement.__name__}.reset_parameters, or give it a value in the constructor."
+            f"{site.rule.replacement.__name__}.reset_parameters, or give it a value in the constructor."
         )
     with torch.no_grad():
         for name, tensor in pending.items():
@@ -112,14 +113,16 @@ def _ask(module: nn.Module, own: Callable[[], None]) -> None:
             tensor.copy_(value)
 
 
-def _let_family(module: nn.Module, site: Site, by_family: Callable[[], None]) -> None:
+def _let_family(
+    module: nn.Module, site: Site, by_family: Callable[..., None], flags: tuple[Any, ...]
+) -> None:
     """Run the family's initialisation; it finds a dummy where the replacement dropped what the original has."""
     dummies: list[str] = []
     original: nn.Module | None = None
     try:
         while True:
             try:
-                return by_family()
+                return by_family(module, *flags)
             except AttributeError as error:
                 name = error.name
                 if error.obj is not module or name is None or name in dummies or site.args is None:
@@ -146,7 +149,7 @@ def _value_of(site: Site, pending: dict[str, torch.Tensor]) -> _Built:
     except Exception as error:
         raise UninitializedError(
             f"{_names(site)}: {', '.join(pending)} is in no file, and building another "
-            f"{site.replacement.__name__} from the same arguments for the value failed: {error}"
+            f"{site.rule.replacement.__name__} from the same arguments for the value failed: {error}"
         ) from error
 
 
@@ -166,7 +169,7 @@ def _verdict_on(site: Site) -> _Built | None:
 
 def _build_again(site: Site, device: str) -> _Built:
     with torch.device(device), _Writes() as writes:
-        fresh = site.build(site.replacement)
+        fresh = site.build(site.rule.replacement)
     values = dict(_named(fresh))
     return values, {name for name, tensor in values.items() if _storage(tensor) in writes.unwritten}
 
@@ -241,4 +244,4 @@ def _has_value(tensor: torch.Tensor, site: Site) -> bool:
 
 
 def _names(site: Site) -> str:
-    return f"{site.replacement.__name__} in the place of {site.original.__name__}"
+    return f"{site.rule.replacement.__name__} in the place of {site.original.__name__}"

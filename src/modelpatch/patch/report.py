@@ -11,7 +11,7 @@ from torch import nn
 from modelpatch import _transformers
 from modelpatch.errors import ArgumentTypeError, NoReportError
 from modelpatch.patch.identity import built_under, sites
-from modelpatch.patch.rules import key_text, nearest
+from modelpatch.patch.rules import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +119,10 @@ def report(model: nn.Module) -> PatchReport:
     return PatchReport(
         model=type(model).__name__,
         replaced=tuple(
-            Replaced(site.key, path, site.original.__name__, type(module).__name__)
+            Replaced(site.rule.key_text, path, site.original.__name__, type(module).__name__)
             for path, module, site in found
         ),
-        unused=tuple(
-            Unused(key_text(rule.key), tuple(nearest(rule.key, names))) for rule in unused
-        ),
+        unused=tuple(Unused(rule.key_text, tuple(nearest(rule.key, names))) for rule in unused),
         changes=tuple(_changes(model)),
     )
 

@@ -65,15 +65,27 @@ class Patch:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Rule:
-    """A compiled key."""
+    """A compiled key.
+
+    Attributes:
+        key: The key as it was given.
+        replacement: The class to build instead.
+        form: How the key names classes.
+        key_text: The key as messages show it.
+        pattern: The compiled pattern, if it is one.
+        wheres: What limits the sites, by the constructor's arguments; all of them hold.
+        patch: Name of the patch, if it has one.
+        inits: Code of the constructors of the replacement.
+    """
 
     key: Key
     replacement: type[nn.Module]
     form: Form
+    key_text: str
     pattern: re.Pattern[str] | None = None
     wheres: tuple[Where, ...] = ()
     patch: str = ""
-    inits: frozenset[CodeType] = frozenset()  # code of the constructors of the replacement
+    inits: frozenset[CodeType] = frozenset()
 
     def matches(self, cls: type) -> bool:
         """Tell whether the key names `cls`, leaving `where` aside."""
@@ -117,7 +129,7 @@ class Rule:
         missing = [p.name for p in wanted if p.name not in given and p.default is p.empty]
         if missing:
             raise ArgumentTypeError(
-                f"where= of key {key_text(self.key)} asks for {', '.join(missing)}, and {cls.__name__} is built "
+                f"where= of key {self.key_text} asks for {', '.join(missing)}, and {cls.__name__} is built "
                 f"from {', '.join(given) or 'no arguments'}. Name only those, or give the others a default."
             )
         return bool(where(**{p.name: given[p.name] for p in wanted if p.name in given}))
@@ -212,7 +224,7 @@ def _compile(key: Key, replacement: type[nn.Module], wheres: tuple[Where, ...], 
     form, pattern = _form(key)
     inits = [vars(base).get("__init__") for base in replacement.__mro__]
     codes = frozenset(init.__code__ for init in inits if isinstance(init, FunctionType))
-    rule = Rule(key, replacement, form, pattern, wheres, patch, codes)
+    rule = Rule(key, replacement, form, key_text(key), pattern, wheres, patch, codes)
     if form is not Form.PATTERN and rule.matches(replacement):
         raise ArgumentError(
             f"The replacement for {key_text(key)} is the original itself, so nothing would change"

@@ -12,7 +12,7 @@ from modelpatch import _transformers
 from modelpatch.errors import NothingReplacedError, NothingReplacedWarning
 from modelpatch.patch import construction, identity, initialisation, registry
 from modelpatch.patch.construction import Scope
-from modelpatch.patch.rules import Form, Rule, RuleSet, key_text, nearest
+from modelpatch.patch.rules import Form, Rule, RuleSet, nearest
 
 _INSIDE = ("contextlib", "modelpatch", "transformers")
 
@@ -44,7 +44,7 @@ def scoped(rules: RuleSet, *, strict: bool) -> Iterator[None]:
     scope = Scope(rules)
     with opened(scope):
         yield
-    unused = [rule for rule in rules.rules if not scope.hits[rule]]
+    unused = [rule for rule in rules.rules if rule not in scope.replaced]
     if strict and unused:
         faults = [f"{_subject(rule)} {_reason(rule, scope)}" for rule in unused]
         if len(faults) == 1:
@@ -96,7 +96,7 @@ def _level_of_caller() -> int:
 
 
 def _subject(rule: Rule) -> str:
-    return f"Key {key_text(rule.key)}" + (f" of patch {rule.patch!r}" if rule.patch else "")
+    return f"Key {rule.key_text}" + (f" of patch {rule.patch!r}" if rule.patch else "")
 
 
 def _reason(rule: Rule, scope: Scope) -> str:  # noqa: PLR0911  # one for each reason
