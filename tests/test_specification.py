@@ -15,8 +15,9 @@ from transformers import (
     Qwen2MoeForCausalLM,
     Qwen3MoeForCausalLM,
     WeightConverter,
+    conversion_mapping,
+    monkey_patching,
 )
-from transformers import conversion_mapping, monkey_patching
 from transformers.activations import ACT2FN
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeAttention
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter

@@ -18,8 +18,6 @@ from transformers import (
     AutoModelForImageTextToText,
     LlamaForCausalLM,
     LlamaModel,
-)
-from transformers import (
     LlavaForConditionalGeneration,
     MixtralForCausalLM,
     T5ForConditionalGeneration,

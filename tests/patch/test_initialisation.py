@@ -473,7 +473,7 @@ def test_a_load_that_needs_a_value_it_cant_get_says_why(checkpoint):
     with (
         pytest.raises(
             UninitializedError,
-            match="steps is in no file, and building another Counting .* failed: pop from",
+            match=r"steps is in no file, and building another Counting .* failed: pop from",
         ),
         patched({"LlamaRMSNorm": Counting}, where=lambda: len(PENDING) > 0),
     ):

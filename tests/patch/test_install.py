@@ -10,8 +10,14 @@ import types
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, Concatenate, LlamaForCausalLM, WeightConverter
-from transformers import conversion_mapping, monkey_patching
+from transformers import (
+    AutoModelForCausalLM,
+    Concatenate,
+    LlamaForCausalLM,
+    WeightConverter,
+    conversion_mapping,
+    monkey_patching,
+)
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 import modelpatch

@@ -14,10 +14,12 @@ from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    BertConfig,
     DiffLlamaConfig,
     DiffLlamaModel,
     FalconConfig,
     FalconModel,
+    PreTrainedModel,
 )
 from transformers import LlamaForCausalLM as ImportedByValue
 from transformers import dynamic_module_utils as dynamic
@@ -201,6 +203,31 @@ def remote_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     config["auto_map"] = {"AutoModel": "modeling_remote.RemoteModel"}
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+@pytest.mark.parametrize("derives", [True, False])
+def test_a_replaced_model_of_remote_code_is_saved_with_all_that_stock_saves(
+    remote_checkpoint: Path, tmp_path: Path, derives: bool
+) -> None:
+    stock = AutoModel.from_pretrained(remote_checkpoint, trust_remote_code=True)
+    remote, block = type(stock), sys.modules[type(stock).__module__].RemoteBlock
+
+    def init(self: Any, config: Any) -> None:
+        PreTrainedModel.__init__(self, config)
+        self.block = block(config)
+        self.post_init()
+
+    body = {} if derives else {"config_class": BertConfig, "__init__": init}
+    replacement = type("Own", (remote if derives else PreTrainedModel,), body)
+
+    with patched({"RemoteModel": replacement}):
+        model = AutoModel.from_pretrained(remote_checkpoint, trust_remote_code=True)
+    stock.save_pretrained(tmp_path / "stock")
+    model.save_pretrained(tmp_path / "patched")
+
+    assert type(model) is replacement
+    for file in (tmp_path / "stock").iterdir():  # the code as well, since 5.20 or later
+        assert (tmp_path / "patched" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
 def test_code_of_a_checkpoint_is_reached_each_time_it_is_executed(remote_checkpoint: Path) -> None:

@@ -327,7 +327,7 @@ def test_what_a_rule_builds_is_not_replaced_again():
 @pytest.mark.parametrize("where", [lambda *args: True, eval("lambda config, /: True")])  # noqa: S307  # positional
 def test_where_that_takes_arguments_by_position_is_refused(where):
     with pytest.raises(
-        ArgumentTypeError, match="by keyword, and takes (args|config) by position only"
+        ArgumentTypeError, match=r"by keyword, and takes (args|config) by position only"
     ):
         patched({"LlamaMLP": MLP}, where=where)
 
