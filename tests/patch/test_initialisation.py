@@ -542,3 +542,24 @@ def test_modules_exchanged_by_hand_may_be_initialised_again():
     model.init_weights()
 
     assert model.layers[0].gain.item() == 1
+
+
+def test_a_module_made_of_a_replaced_ones_attributes_is_initialised_by_the_family():
+    class Norm(LlamaRMSNorm):
+        pass
+
+    class RemadeRMSNorm(LlamaRMSNorm):
+        pass
+
+    with patched({"LlamaRMSNorm": Norm}):
+        model = LlamaModel(tiny_config("llama"))
+    remade = RemadeRMSNorm(32)
+    remade.__dict__.update(model.norm.__dict__)
+    remade._is_hf_initialized = False
+    nn.init.constant_(remade.weight, 7.0)
+    model.norm = remade
+
+    model.init_weights()
+
+    assert remade.weight.eq(1).all()
+    assert "norm" not in {site.path for site in report(model).replaced}

@@ -387,3 +387,12 @@ def test_a_copying_method_of_a_class_without_arguments_copies(method):
         duplicated = copy.deepcopy(plain) if method == "__deepcopy__" else copy.copy(plain)
 
     assert type(duplicated) is Plain
+
+
+def test_a_replacement_whose_new_returns_something_else_is_taken_at_its_word():
+    class Odd(nn.Module):
+        def __new__(cls, *args, **kwargs):
+            return 7
+
+    with patched({nn.Identity: Odd}):
+        assert nn.Identity() == 7

@@ -157,7 +157,7 @@ def patch_output_recorders(model: nn.Module) -> None:
     for original in _transformers.recorded_classes(model):
         for rule in rules.matching(original):
             for module in model.modules():
-                if type(module) is rule.replacement and not construction.has_site(module):
+                if type(module) is rule.replacement and construction.site_of(module) is None:
                     vars(module)[construction.MARK] = Site(
                         rule=rule,
                         rules=rules,

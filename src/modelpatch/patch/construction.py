@@ -127,12 +127,8 @@ def site_of(module: nn.Module) -> Site | None:
             original = type(path, (nn.Module,), {"__module__": package})
         rule = Rule(key, type(module), Form.NAME, key_text=key)
         site = vars(module)[MARK] = Site(rule, None, original, None, {}, on_meta=False)
-    return site
-
-
-def has_site(module: nn.Module) -> bool:
-    """Tell whether `module` took the place of another."""
-    return MARK in vars(module)
+    # Others make modules from the attributes of one: what they make is not what the rule built.
+    return site if site is not None and isinstance(module, site.rule.replacement) else None
 
 
 def install() -> None:
@@ -242,7 +238,8 @@ def _build(
         python_continues = True
     # Asking for the default device is slow, and without a mode it is not meta.
     on_meta = torch._C._len_torch_function_stack() > 0 and torch.get_default_device().type == "meta"
-    module.__dict__[MARK] = Site(rule, scope.rules, cls, args, kwargs, on_meta)
+    if isinstance(module, nn.Module):  # a `__new__` may return anything
+        module.__dict__[MARK] = Site(rule, scope.rules, cls, args, kwargs, on_meta)
     if not python_continues and isinstance(module, replacement):
         module.__init__(*args, **kwargs)  # type: ignore[misc]  # as type.__call__ does
     scope.replaced.setdefault(rule, set()).add(cls)

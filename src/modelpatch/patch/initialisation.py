@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from modelpatch.errors import UninitializedError
-from modelpatch.patch.construction import Site, has_site, site_of
+from modelpatch.patch.construction import Site, site_of
 
 _HAS_VALUE = (
     "_is_hf_initialized"  # on tensors and modules; what Transformers itself sets and honours
@@ -38,7 +38,10 @@ def initialise(module: nn.Module, by_family: Callable[..., None], *flags: Any) -
         UninitializedError: A tensor below it would keep memory that nobody wrote.
     """
     site = site_of(module)
-    if site is None or vars(module).get(_HAS_VALUE):
+    if site is None:
+        by_family(module, *flags)
+        return
+    if vars(module).get(_HAS_VALUE):
         return
     own = _own_initialiser(module, site)
     if own is None:
@@ -218,7 +221,9 @@ def _tensors(module: nn.Module) -> Iterator[tuple[nn.Module, str, torch.Tensor]]
                 if tensor is not None:
                     yield owner, name, tensor
         modules += [
-            child for child in owner._modules.values() if child is not None and not has_site(child)
+            child
+            for child in owner._modules.values()
+            if child is not None and site_of(child) is None
         ]
 
 
