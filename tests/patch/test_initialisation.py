@@ -545,13 +545,13 @@ def test_modules_exchanged_by_hand_may_be_initialised_again():
 
 
 def test_a_module_made_of_a_replaced_ones_attributes_is_initialised_by_the_family():
-    class Norm(LlamaRMSNorm):
+    class OwnRMSNorm(LlamaRMSNorm):
         pass
 
     class RemadeRMSNorm(LlamaRMSNorm):
         pass
 
-    with patched({"LlamaRMSNorm": Norm}):
+    with patched({"LlamaRMSNorm": OwnRMSNorm}):
         model = LlamaModel(tiny_config("llama"))
     remade = RemadeRMSNorm(32)
     remade.__dict__.update(model.norm.__dict__)
