@@ -247,17 +247,18 @@ def _build(
 
 
 def under_construction(
-    frame: FrameType | None, inits: Container[CodeType] = ()
+    frame: FrameType | None, inits: Container[CodeType] | None = None
 ) -> Iterator[nn.Module]:
     """Yield the modules whose `__init__` is running, the innermost first.
 
     Args:
         frame: Where to begin.
-        inits: Code of constructors that go by another name.
+        inits: Code of the constructors to look for, whatever their name; None for all that are called `__init__`.
     """
     while frame is not None:
         code = frame.f_code
-        if code.co_argcount and (code.co_name == "__init__" or code in inits):
+        is_init = code.co_name == "__init__" if inits is None else code in inits
+        if is_init and code.co_argcount:
             owner = frame.f_locals.get(code.co_varnames[0])
             if isinstance(owner, nn.Module):
                 yield owner
