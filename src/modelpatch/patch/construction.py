@@ -81,7 +81,7 @@ _NEEDS_ARGUMENTS: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
 _BUILDS: WeakKeyDictionary[type, frozenset[tuple[str, str]]] = WeakKeyDictionary()
 # Callers that allocate a copy of an existing object, and names of methods that do. The C unpickler leaves no frame.
 _COPIERS = {
-    function.__code__
+    id(function.__code__): function.__code__
     for function in (
         copyreg.__newobj__,  # type: ignore[attr-defined]  # not in typeshed; what copy.deepcopy calls
         copyreg.__newobj_ex__,  # type: ignore[attr-defined]
@@ -210,7 +210,7 @@ def _replace(
     if caller.f_code is _build.__code__:  # what a rule builds is never replaced
         return None
     is_bare = not args and not kwargs
-    is_copier = caller.f_code in _COPIERS or caller.f_code.co_name in _COPYING_METHODS
+    is_copier = id(caller.f_code) in _COPIERS or caller.f_code.co_name in _COPYING_METHODS
     if is_bare and (is_copier or (caller is asker and _needs_arguments(cls))):
         return None
     for rule in candidates:
@@ -247,17 +247,17 @@ def _build(
 
 
 def under_construction(
-    frame: FrameType | None, inits: Container[CodeType] | None = None
+    frame: FrameType | None, inits: Container[int] | None = None
 ) -> Iterator[nn.Module]:
     """Yield the modules whose `__init__` is running, the innermost first.
 
     Args:
         frame: Where to begin.
-        inits: Code of the constructors to look for, whatever their name; None for all that are called `__init__`.
+        inits: Identities of the code to look for, whatever its name; None for all that is called `__init__`.
     """
     while frame is not None:
         code = frame.f_code
-        is_init = code.co_name == "__init__" if inits is None else code in inits
+        is_init = code.co_name == "__init__" if inits is None else id(code) in inits
         if is_init and code.co_argcount:
             owner = frame.f_locals.get(code.co_varnames[0])
             if isinstance(owner, nn.Module):

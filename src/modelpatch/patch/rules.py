@@ -11,7 +11,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from types import CodeType, FunctionType
 from typing import Any
@@ -75,7 +75,7 @@ class Rule:
         pattern: The compiled pattern, if it is one.
         wheres: What limits the sites, by the constructor's arguments; all of them hold.
         patch: Name of the patch, if it has one.
-        inits: Code of the constructors of the replacement.
+        inits: Code of the constructors of the replacement, by identity: the hash of a code object is slow.
     """
 
     key: Key
@@ -85,7 +85,7 @@ class Rule:
     pattern: re.Pattern[str] | None = None
     wheres: tuple[Where, ...] = ()
     patch: str = ""
-    inits: frozenset[CodeType] = frozenset()
+    inits: Mapping[int, CodeType] = field(default_factory=dict)
 
     def matches(self, cls: type) -> bool:
         """Tell whether the key names `cls`, leaving `where` aside."""
@@ -223,7 +223,7 @@ def _compile(key: Key, replacement: type[nn.Module], wheres: tuple[Where, ...], 
         _check_where(where)
     form, pattern = _form(key)
     inits = [vars(base).get("__init__") for base in replacement.__mro__]
-    codes = frozenset(init.__code__ for init in inits if isinstance(init, FunctionType))
+    codes = {id(init.__code__): init.__code__ for init in inits if isinstance(init, FunctionType)}
     rule = Rule(key, replacement, form, key_text(key), pattern, wheres, patch, codes)
     if form is not Form.PATTERN and rule.matches(replacement):
         raise ArgumentError(
