@@ -30,7 +30,10 @@ WORKER = Path(__file__).with_name("idle_worker.py")
 
 
 class OtherMLP(LlamaMLP):
-    """A replacement that costs what its original costs."""
+    """A replacement that costs what its original costs, with a constructor of its own, as most have."""
+
+    def __init__(self, config):
+        super().__init__(config)
 
 
 def build_llama() -> nn.Module:
