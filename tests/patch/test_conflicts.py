@@ -28,17 +28,21 @@ def check():
         assert type(nn.Linear(2, 2)) is Own
 
 
+def check_refused():
+    try:
+        check()
+    except modelpatch.EngineConflictError as error:
+        assert "belongs to another library" in str(error) and "counting" in str(error)
+    else:
+        raise AssertionError("the patch was lost without a word")
+
+
 {body}
 """
 BEFORE = """
 nn.Module.__new__ = staticmethod(counting)
 import modelpatch
-try:
-    check()
-except modelpatch.EngineConflictError as error:
-    assert "belongs to another library" in str(error) and "counting" in str(error)
-else:
-    raise AssertionError("the patch was lost without a word")
+check_refused()
 assert nn.Module.__new__ is counting
 """
 CHAINED = """
@@ -52,12 +56,7 @@ CUT_OFF = """
 import modelpatch
 check()
 nn.Module.__new__ = staticmethod(counting)
-try:
-    check()
-except modelpatch.EngineConflictError as error:
-    assert "belongs to another library" in str(error) and "counting" in str(error)
-else:
-    raise AssertionError("the patch was lost without a word")
+check_refused()
 assert type(nn.Linear(2, 2)) is nn.Linear
 """
 

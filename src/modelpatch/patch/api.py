@@ -64,7 +64,7 @@ def unregister_patch_mapping(keys: Iterable[Key]) -> None:
     """Remove keys from the registry, given as they were registered.
 
     Raises:
-        TypeError: `keys` is a single string.
+        TypeError: `keys` is a single key.
         ValueError: A key is not registered. The registry is unchanged.
     """
     registry.unregister(keys)

@@ -51,7 +51,7 @@ def unregister(keys: Iterable[Key]) -> None:
     """Remove entries, all or none.
 
     Raises:
-        ArgumentTypeError: `keys` is a single string.
+        ArgumentTypeError: `keys` is a single key.
         ArgumentError: A key is not registered; the registry is unchanged.
     """
     global _compiled
