@@ -5,13 +5,16 @@ from modelpatch.errors import (
     ArgumentTypeError,
     ContainerMatchError,
     EngineConflictError,
+    LayoutError,
     ModelPatchError,
     NoReportError,
     NothingReplacedError,
     NothingReplacedWarning,
     UninitializedError,
+    WeightsError,
 )
 from modelpatch.patch.api import (
+    Patch,
     apply_patches,
     clear_patch_mapping,
     get_patch_mapping,
@@ -22,8 +25,9 @@ from modelpatch.patch.api import (
     uninstall,
     unregister_patch_mapping,
 )
+from modelpatch.patch.loading import ledger
 from modelpatch.patch.report import PatchReport, report
-from modelpatch.patch.rules import Patch
+from modelpatch.weights.ledger import Ledger
 
 __version__ = "0.1.0"
 
@@ -32,6 +36,8 @@ __all__ = [
     "ArgumentTypeError",
     "ContainerMatchError",
     "EngineConflictError",
+    "LayoutError",
+    "Ledger",
     "ModelPatchError",
     "NoReportError",
     "NothingReplacedError",
@@ -39,10 +45,12 @@ __all__ = [
     "Patch",
     "PatchReport",
     "UninitializedError",
+    "WeightsError",
     "apply_patches",
     "clear_patch_mapping",
     "get_patch_mapping",
     "install",
+    "ledger",
     "patch_output_recorders",
     "patched",
     "register_patch_mapping",

@@ -6,19 +6,24 @@ change returns its undo.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import torch
 from torch import nn
 
 Undo = Callable[[], None]
 _MISSING = object()
+_OURS = "modelpatch"
+_LOAD, _REVERT = "convert_and_load_state_dict_in_model", "revert_weight_conversion"
 _loading = threading.RLock()
 _capturing = threading.RLock()
 
@@ -55,6 +60,8 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
     built: Callable[[nn.Module], None],
     stands_for: Callable[[nn.Module, type], bool],
     original_name: Callable[[str], str],
+    load: Callable[..., Any],
+    revert: Callable[..., Any],
 ) -> Undo:
     """Put the engine where `from_pretrained`, `from_config` and model constructors call Transformers' own functions.
 
@@ -66,6 +73,9 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
         built: Called with each model whose initial values are complete.
         stands_for: Tells whether a module is a replacement of an original of a class.
         original_name: From the class name of a model to the one that built-in weight conversions know.
+        load: Called with what Transformers calls to read a checkpoint into a model, and its arguments.
+        revert: Called with what Transformers calls to give tensors the names and shapes of a file, the model, and the
+            tensors.
     """
     modeling_utils = import_module("transformers.modeling_utils")
     initialization = import_module("transformers.initialization")
@@ -112,6 +122,8 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
             (capturing, "maybe_install_capturing_hooks", install_hooks),
             (conversion_mapping, "get_checkpoint_conversion_mapping", conversions),
             (nn.Module, "smart_apply", smart_apply),
+            (modeling_utils, _LOAD, functools.partial(load, getattr(modeling_utils, _LOAD))),
+            (modeling_utils, _REVERT, functools.partial(revert, getattr(modeling_utils, _REVERT))),
         ):
             stack.callback(_put(owner, name, value))
         return stack.pop_all().close
@@ -163,6 +175,248 @@ def save_code(model_class: Any, folder: str, config: Any) -> None:
     if model_class.is_remote_code():
         code = import_module("transformers.dynamic_module_utils")
         code.custom_object_save(object.__new__(model_class), folder, config=config)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------------
+
+
+class Conversions:
+    """The weight conversions that Transformers applies to the keys of one model's files."""
+
+    def __init__(self, model: Any, mapping: Iterable[Any]) -> None:
+        loading = import_module("transformers.core_model_loading")
+        self._model = model
+        self._rename = loading.rename_source_key
+        self._renamings = [one for one in mapping if isinstance(one, loading.WeightRenaming)]
+        self.converters = [one for one in mapping if isinstance(one, loading.WeightConverter)]
+
+    @classmethod
+    def at_save(cls, model: Any) -> Conversions:
+        """Return those that a save would take back: of the load, or else the family's."""
+        mapping = getattr(model, "_weight_conversions", None)
+        if mapping is None:
+            mapping = import_module("transformers.conversion_mapping").get_model_conversion_mapping(
+                model, add_legacy=False
+            )
+        return cls(model, mapping)
+
+    def place(
+        self, key: str, names: Mapping[str, Any], *, convert: bool = True
+    ) -> tuple[str, Any | None, str]:
+        """Return the name that a key of a file has in a model with tensors `names`.
+
+        Returns:
+            The name, the first one where there are several; the converter that makes it, or None; and the pattern of
+            that converter.
+        """
+        prefix = self._model.base_model_prefix
+        converters = self.converters if convert else []
+        name, pattern = self._rename(key, self._renamings, converters, prefix, names)
+        if name not in names and key in names:
+            name, pattern = self._rename(key, [], [], prefix, names)
+        if pattern is None:
+            return name, None, ""
+        return name, next(one for one in converters if pattern in one.source_patterns), pattern
+
+    def renamed(self, key: str) -> str:
+        """Return a key as converters see it."""
+        name: str = self._rename(key, self._renamings, [])[0]
+        return name
+
+    def converted(self, name: str) -> tuple[str, Any | None, str]:
+        """Do as `place` with converters alone."""
+        new, pattern = self._rename(name, [], self.converters)
+        if pattern is None:
+            return name, None, ""
+        return new, next(one for one in self.converters if pattern in one.source_patterns), pattern
+
+    def back(self, converter: Any, made: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
+        """Take back what a converter made.
+
+        Raises:
+            Exception: Whatever its operations raise that can't.
+        """
+        reverse = converter.reverse_transform()
+        by_first: dict[str, dict[str, list[torch.Tensor]]] = {}
+        for name, tensor in made.items():
+            first, pattern = reverse.rename_source_key(name)
+            by_first.setdefault(first, {}).setdefault(pattern, []).append(tensor)
+        return [
+            tensor
+            for first, tensors in by_first.items()
+            for tensor in self.run(reverse, first, tensors).values()
+        ]
+
+    def only_moves(self, name: str) -> bool:
+        """Tell whether taking a tensor of the model back to the file only moves slices of it."""
+        for converter in self.converters:
+            if not is_scalable(converter):
+                try:
+                    _, pattern = converter.reverse_transform().rename_source_key(name)
+                except (
+                    NotImplementedError
+                ):  # it has no way back, and says so when it is asked for one
+                    continue
+                if pattern is not None:
+                    return False
+        return True
+
+    def run(
+        self, converter: Any, name: str, tensors: Mapping[str, list[torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """Run a converter.
+
+        Args:
+            converter: One of `converters`.
+            name: The first name that it makes.
+            tensors: Its sources by pattern.
+        """
+        one = copy.deepcopy(converter)
+        for pattern, values in tensors.items():
+            one.collected_tensors[pattern].extend(values)
+        made = one.convert(name, model=self._model, config=self._model.config)
+        return {key: value[0] if isinstance(value, list) else value for key, value in made.items()}
+
+
+def target_names(converter: Any, first: str) -> list[str]:
+    """Return all names that a converter makes, from the first one."""
+    patterns = converter.target_patterns
+    return [first.replace(patterns[0], pattern) for pattern in patterns]
+
+
+def converter_text(converter: Any) -> str:
+    """Return the operations of a converter as its author wrote them."""
+    return ", ".join(map(repr, converter.operations))
+
+
+def operations(converter: Any) -> list[tuple[str, int, int]] | None:
+    """Return the operations of a converter that a layout can express, each with its dimensions, or None.
+
+    They are "stack", "fuse", "split", "transpose" and "flatten".
+    """
+    loading = import_module("transformers.core_model_loading")
+    found = []
+    for one in converter.operations:
+        if type(one) is loading.MergeModulelist:
+            found.append(("stack", one.dim, 0))
+        elif (
+            type(one) is loading.Concatenate and getattr(one, "num_shards_attribute", None) is None
+        ):
+            found.append(("fuse", one.dim, 0))
+        elif type(one) is loading.Chunk and getattr(one, "num_shards_attribute", None) is None:
+            found.append(("split", one.dim, 0))
+        elif type(one) is loading.Transpose and not getattr(one, "check_dims", False):
+            found.append(("transpose", one.dim0, one.dim1))
+        elif type(one) is getattr(loading, "Conv3dToLinear", None):  # not in 5.3
+            found.append(("flatten", 1, -1))
+        else:
+            return None
+    return found
+
+
+def is_scalable(converter: Any) -> bool:
+    """Tell whether a converter treats small tensors as it treats large ones: its operations only move slices."""
+    loading = import_module("transformers.core_model_loading")
+    movers = [loading.Chunk, loading.Concatenate, loading.MergeModulelist, loading.SplitModulelist]
+    return all(
+        type(one) in movers
+        or (type(one) is loading.Transpose and not getattr(one, "check_dims", False))
+        for one in converter.operations
+    )
+
+
+def carried(
+    load_config: Any,
+    takes: Mapping[str, str],
+    convert: Callable[[str, dict[str, torch.Tensor]], dict[str, torch.Tensor]],
+) -> Any:
+    """Return a load's config with a converter of ours before all others.
+
+    Args:
+        load_config: Transformers' own.
+        takes: From keys, as converters see them, to the first target that they fill.
+        convert: Called with a first target and the tensors that fill it by key of the file, on their device and in
+            their dtype; returns all targets.
+    """
+    loading = import_module("transformers.core_model_loading")
+
+    class Carrier(loading.WeightConverter):  # type: ignore[misc,name-defined]  # its class is only known now
+        """Takes keys by look-up instead of by pattern, and hands all of them to one function."""
+
+        def __init__(self) -> None:
+            super().__init__([_OURS], [_OURS], operations=[object()])
+
+        def rename_source_key(self, source_key: str) -> tuple[str, str | None]:
+            target = takes.get(source_key)
+            return (source_key, None) if target is None else (target, _OURS)
+
+        def add_tensor(self, target_key: str, source_key: str, _pattern: str, future: Any) -> None:
+            self.collected_tensors[source_key] = [future]
+            self.layer_targets[target_key].add(source_key)
+
+        def convert(  # noqa: PLR0913  # as Transformers calls it
+            self,
+            layer_name: str,
+            model: Any = None,
+            config: Any = None,
+            hf_quantizer: Any = None,
+            loading_info: Any = None,
+        ) -> dict[str, Any]:
+            tensors = {key: values[0] for key, values in self.materialize_tensors().items()}
+            made: dict[str, Any] = convert(layer_name, tensors)
+            if hf_quantizer is None or hf_quantizer.pre_quantized:
+                return made
+            for name in [n for n in made if hf_quantizer.param_needs_quantization(model, n)]:
+                made |= hf_quantizer.get_quantize_ops().convert(
+                    {name: [made.pop(name)]},
+                    source_patterns=[name],
+                    target_patterns=[name],
+                    full_layer_name=name,
+                    model=model,
+                    config=config,
+                    missing_keys=loading_info.missing_keys,
+                )
+            return made
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Carrier:
+            return Carrier()
+
+    mapping = [Carrier(), *(load_config.weight_mapping or [])]
+    return dataclasses.replace(load_config, weight_mapping=mapping)
+
+
+def forget_carrier(model: Any) -> None:
+    """Take our converter out of what a model remembers of its load."""
+    kept = [one for one in model._weight_conversions if type(one).__name__ != "Carrier"]
+    model._weight_conversions = kept
+
+
+def conversion_name(name: str) -> Any:
+    """Return a class or function of Transformers' weight conversions."""
+    registry = import_module("transformers.conversion_mapping")
+    loading = import_module("transformers.core_model_loading")
+    return getattr(registry if name.startswith("register") else loading, name)
+
+
+def has_adapter(model: Any) -> bool:
+    """Tell whether a PEFT adapter was added to a model by Transformers."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+def file_tensor(value: Any) -> torch.Tensor:
+    """Return shape and dtype of a tensor that may still be in its file, on `meta`."""
+    if isinstance(value, torch.Tensor):
+        return torch.empty_like(value, device="meta")
+    dtypes = import_module("transformers.modeling_utils").str_to_torch_dtype
+    return torch.empty(value.get_shape(), dtype=dtypes[value.get_dtype()], device="meta")
+
+
+def not_ignored(model: Any, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
+    """Return what is missing and unexpected by the rules of a model's family: it may ignore some of both."""
+    info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))
+    model._adjust_missing_and_unexpected_keys(info)
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    return info.missing_keys - tied.keys(), info.unexpected_keys
 
 
 # --- recorders --------------------------------------------------------------------------------------------------------

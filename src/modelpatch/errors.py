@@ -45,6 +45,17 @@ class ContainerMatchError(ModelPatchError, ValueError):
         self.inner = tuple(inner)
 
 
+class LayoutError(ModelPatchError, ValueError):
+    """A layout doesn't fit a site, or can't be taken back: nothing was loaded, saved or changed."""
+
+
+class WeightsError(ModelPatchError, RuntimeError):
+    """Weights and a patched model don't match: missing, unexpected, used twice, of a wrong shape or dtype.
+
+    Nothing was loaded, and no model is returned. `patched(..., strict=False)` puts the faults into the ledger instead.
+    """
+
+
 class NothingReplacedError(ModelPatchError, LookupError):
     """A key of a `patched` block replaced nothing: what was built in the block is unpatched there."""
 

@@ -23,6 +23,7 @@ from transformers.models.llama.modeling_llama import (
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
 
 from modelpatch import (
+    Patch,
     UninitializedError,
     clear_patch_mapping,
     patch_output_recorders,
@@ -31,6 +32,7 @@ from modelpatch import (
     report,
 )
 from modelpatch.testing import tiny_config, tiny_inputs, tiny_model
+from modelpatch.weights import create
 
 
 class ListedExperts(nn.ModuleList):
@@ -134,6 +136,12 @@ def by_hand(config):
     return Qwen2MoeForCausalLM(config)
 
 
+def adding(name, replace):
+    """A patch whose replacement has one parameter more than the original."""
+    (replacement,) = replace.values()
+    return Patch("adding", replace, {replacement: {name: create}})
+
+
 @pytest.mark.parametrize("build", [by_hand, AutoModelForCausalLM.from_config])
 @pytest.mark.parametrize("experts", [ListedExperts, BareExperts, HalfExperts])
 def test_experts_without_the_originals_parameters_are_built_and_initialised(build, experts):
@@ -198,7 +206,7 @@ def test_a_replaced_norm_loads_its_weights_and_gives_the_stock_logits(checkpoint
 def test_a_parameter_that_no_file_holds_gets_the_constructors_value(checkpoint):
     stock, path = checkpoint
 
-    with patched({"LlamaRMSNorm": ScaledNorm}):
+    with patched(adding("scale", {"LlamaRMSNorm": ScaledNorm})):
         model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
 
     assert torch.equal(model.model.norm.scale, torch.full((32,), 3.0))
@@ -211,7 +219,7 @@ def test_random_constructor_values_differ_between_the_layers_of_a_load(checkpoin
             super().__init__(hidden_size, eps)
             self.noise = nn.Parameter(torch.randn(hidden_size) + 0.0)
 
-    with patched({"LlamaRMSNorm": Noisy}):
+    with patched(adding("noise", {"LlamaRMSNorm": Noisy})):
         model = AutoModelForCausalLM.from_pretrained(checkpoint[1])
 
     layers = model.model.layers
@@ -299,7 +307,7 @@ def test_memory_that_no_file_fills_is_refused_on_loading_too(tmp_path):
 
     with (
         pytest.raises(UninitializedError, match="extra is in no file"),
-        patched({"LlamaRMSNorm": Extra}),
+        patched(adding("extra", {"LlamaRMSNorm": Extra})),
     ):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
@@ -514,7 +522,8 @@ def test_the_second_build_is_plain_where_the_registry_would_reach_in(checkpoint)
                 AutoModelForCausalLM.from_config(tiny_config("llama", num_hidden_layers=1))
             ]
 
-    register_patch_mapping({"LlamaForCausalLM": Root, "LlamaMLP": Noting})
+    register_patch_mapping({"LlamaMLP": Noting})
+    adding("extra", {"LlamaForCausalLM": Root}).register()
     try:
         AutoModelForCausalLM.from_pretrained(checkpoint[1])
     finally:

@@ -3,32 +3,102 @@
 from __future__ import annotations
 
 import functools
-import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass, field
+from types import MappingProxyType
 
 from torch import nn
 
 from modelpatch import _transformers
-from modelpatch.errors import ArgumentError, ArgumentTypeError, EngineConflictError
-from modelpatch.patch import construction, identity, registry, scope
+from modelpatch.errors import ArgumentError, ArgumentTypeError
+from modelpatch.patch import construction, engine, identity, registry, scope
 from modelpatch.patch.construction import Site
-from modelpatch.patch.initialisation import complete, initialise
-from modelpatch.patch.rules import (
-    Key,
-    Patch,
-    Replacements,
-    Rule,
-    RuleSet,
-    Where,
-    compile_rules,
-)
+from modelpatch.patch.engine import connect, connected
+from modelpatch.patch.rules import Key, Replacements, Rule, RuleSet, Where, compile_rules
+from modelpatch.weights.rules import Layout, check_layout
 
-_lock = threading.Lock()
-_undo: dict[
-    str, _transformers.Undo
-] = {}  # what is connected: "loading"; after install() "functions"
-_taken: dict[str, type[nn.Module]] = {}  # registrations that were Transformers' before install()
+
+@dataclass(frozen=True)
+class Patch:
+    """A named set of replacements, with where the weights of each come from.
+
+    Args:
+        name: What errors, reports and saved configs call it.
+        replace: From keys (a class, a dotted path, an exact class name, or a pattern) to the classes that are built
+            instead.
+        layout: For each replacement whose parameters differ from the original's, how they come from them: a mapping
+            from names of the replacement to names of the original, relative to the module, or expressions over them
+            (`modelpatch.weights`: `fuse`, `stack`, `transpose`, ...). What has one name and shape on both sides needs no
+            mention; everything else does.
+        version: Written to saved configs with the name.
+        where: Limits the patch to some sites: called with those of the constructor's arguments that it names.
+        allow_irreversible: Load even where a layout can't give the original back bit for bit.
+
+    Raises:
+        ArgumentTypeError: A layout is no mapping between expressions.
+        ArgumentError: There is no name, or a layout belongs to no replacement of the patch.
+
+    Example:
+        >>> from torch import nn
+        >>> class Quiet(nn.Dropout):
+        ...     def forward(self, input):
+        ...         return input
+        >>> Patch("quiet", {nn.Dropout: Quiet}).name
+        'quiet'
+    """
+
+    name: str
+    replace: Replacements
+    layout: Mapping[type[nn.Module], Layout] = field(default_factory=dict)
+    _: KW_ONLY
+    version: str = "1"
+    where: Where | None = None
+    allow_irreversible: bool = False
+
+    def __post_init__(self) -> None:
+        for argument in ("replace", "layout"):
+            value = getattr(self, argument)
+            if isinstance(value, Mapping):
+                object.__setattr__(self, argument, MappingProxyType(dict(value)))
+            elif argument == "layout":
+                raise ArgumentTypeError(
+                    f"layout= maps replacement classes to their layouts, got {type(value).__name__}"
+                )
+        for name in (self.name, self.version):
+            if not isinstance(name, str):
+                raise ArgumentTypeError(f"name and version of a patch are strings, got {name!r}")
+        replacements = list(self.replace.values()) if isinstance(self.replace, Mapping) else []
+        for cls, layout in self.layout.items():
+            if cls not in replacements:
+                known = ", ".join(getattr(one, "__name__", repr(one)) for one in replacements)
+                raise ArgumentError(
+                    f"layout= of patch {self.name!r} names {getattr(cls, '__name__', cls)!r}, which replaces nothing in it; "
+                    f"its replacements: {known or 'none'}"
+                )
+            check_layout(layout)
+
+    def register(self) -> None:
+        """Register the patch for every later `from_pretrained`, `from_config` and `apply_patches` block.
+
+        Raises:
+            TypeError: A key or replacement has the wrong type. The registry is unchanged.
+            ValueError: A key is taken or invalid. The registry is unchanged.
+        """
+        registry.register(self._rules())
+        connect()
+
+    def unregister(self) -> None:
+        """Remove the patch from the registry.
+
+        Raises:
+            ValueError: It isn't registered. The registry is unchanged.
+        """
+        registry.unregister(self.replace)
+
+    def _rules(self, *more: Where) -> list[Rule]:
+        wheres = (*more, *(() if self.where is None else (self.where,)))
+        return compile_rules(self.replace, wheres=wheres, patch=self)
 
 
 def register_patch_mapping(mapping: Replacements, overwrite: bool = False) -> None:
@@ -56,8 +126,8 @@ def register_patch_mapping(mapping: Replacements, overwrite: bool = False) -> No
         ['LlamaMLP']
         >>> unregister_patch_mapping(["LlamaMLP"])
     """
-    registry.register(mapping, overwrite=overwrite)
-    _hook()
+    registry.register(compile_rules(mapping), overwrite=overwrite)
+    connect()
 
 
 def unregister_patch_mapping(keys: Iterable[Key]) -> None:
@@ -97,7 +167,7 @@ def apply_patches() -> AbstractContextManager[None]:
         'MyMLP'
         >>> clear_patch_mapping()
     """
-    return _connected(scope.registered)
+    return connected(scope.registered)
 
 
 def patched(
@@ -112,7 +182,8 @@ def patched(
         *patches: Mappings as for `register_patch_mapping`, or `Patch` values.
         where: Limits them to some sites: called with those of the original constructor's arguments that it names, by
             keyword, and true where to replace. A `Patch` with a `where` of its own keeps to both.
-        strict: Raise on leaving when a key replaced nothing.
+        strict: Raise on leaving when a key replaced nothing, and from a load when weights under a replaced site are
+            missing, left over, used twice, or of a wrong shape or dtype. Otherwise the ledger has these.
 
     Raises:
         TypeError: A key or replacement has the wrong type, or `where` asks for an argument that a site doesn't have.
@@ -131,17 +202,19 @@ def patched(
         'MyMLP'
     """
     rules: dict[Key, Rule] = {}
+    wheres = () if where is None else (where,)
     for given in patches:
-        patch = given if isinstance(given, Patch) else Patch("", given)
-        wheres = tuple(w for w in (where, patch.where) if w is not None)
-        for rule in compile_rules(patch.replace, wheres=wheres, patch=patch.name):
+        is_patch = isinstance(given, Patch)
+        for rule in given._rules(*wheres) if is_patch else compile_rules(given, wheres=wheres):
             if rule.key in rules:
-                names = [repr(r.patch) if r.patch else "a mapping" for r in (rules[rule.key], rule)]
+                names = [
+                    repr(r.patch.name) if r.patch else "a mapping" for r in (rules[rule.key], rule)
+                ]
                 raise ArgumentError(f"Two patches claim {rule.key_text}: {' and '.join(names)}")
             rules[rule.key] = rule
     if not rules:
         raise ArgumentError("patched() needs at least one key")
-    return _connected(functools.partial(scope.scoped, RuleSet(rules.values()), strict=strict))
+    return connected(functools.partial(scope.scoped, RuleSet(rules.values(), strict=strict)))
 
 
 def patch_output_recorders(model: nn.Module) -> None:
@@ -152,7 +225,7 @@ def patch_output_recorders(model: nn.Module) -> None:
     """
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"expected a model, got {type(model).__name__}")
-    _hook()
+    connect()
     rules = registry.rules()
     for original in _transformers.recorded_classes(model):
         for rule in rules.matching(original):
@@ -176,24 +249,16 @@ def install() -> None:
     Its functions are exchanged wherever they were imported to, and its registrations move here. Also bridges names
     that moved between versions of Transformers. Calling it again does nothing.
     """
-    _hook()
-    with _lock:
-        if "functions" in _undo:
-            return
-        theirs = _transformers.registered_there()
-        _taken.update(registry.adopt(theirs))
-        for key in _taken:
-            del theirs[key]
-        _undo["functions"] = _transformers.install_functions(
-            (
-                register_patch_mapping,
-                unregister_patch_mapping,
-                get_patch_mapping,
-                clear_patch_mapping,
-                apply_patches,
-                patch_output_recorders,
-            )
+    engine.install(
+        (
+            register_patch_mapping,
+            unregister_patch_mapping,
+            get_patch_mapping,
+            clear_patch_mapping,
+            apply_patches,
+            patch_output_recorders,
         )
+    )
 
 
 def uninstall() -> None:
@@ -205,58 +270,4 @@ def uninstall() -> None:
     Raises:
         EngineConflictError: A block is open in this thread or task; nothing was changed.
     """
-    if construction.active():
-        raise EngineConflictError(
-            "uninstall() inside an open block would leave it half applied. Leave the block first."
-        )
-    with _lock:
-        for undo in reversed(_undo.values()):
-            undo()
-        _undo.clear()
-        mine = registry.registered()
-        _transformers.registered_there().update({k: v for k, v in _taken.items() if k in mine})
-        _taken.clear()
-        registry.clear()
-
-
-@contextmanager
-def _connected(block: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Enter `block` with the engine connected: it may have been uninstalled since the block was made."""
-    _hook()
-    with block():
-        yield
-
-
-def _hook() -> None:
-    """Connect the engine to torch and Transformers, once."""
-    with _lock:
-        construction.install()
-        if "loading" not in _undo:
-            _undo["loading"] = _transformers.hook_loading(
-                apply_patches=scope.registered,
-                patch_output_recorders=_loaded,
-                mark=construction.MARK,
-                initialise=initialise,
-                built=_built,
-                stands_for=_stands_for,
-                original_name=identity.original_name,
-            )
-
-
-def _built(model: nn.Module) -> None:
-    if scopes := construction.active():
-        identity.follow(model, scopes)
-    complete(model)
-
-
-def _loaded(model: nn.Module) -> None:
-    """Finish a model that Transformers has constructed, unless its constructor came to its end itself."""
-    scopes = construction.active()
-    if not all(scope.rules in identity.built_under(model) for scope in scopes):
-        identity.follow_all(model, scopes)
-    complete(model)
-
-
-def _stands_for(module: nn.Module, original: type) -> bool:
-    site = construction.site_of(module)
-    return site is not None and issubclass(site.original, original)
+    engine.uninstall()

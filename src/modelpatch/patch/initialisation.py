@@ -43,7 +43,7 @@ def initialise(module: nn.Module, by_family: Callable[..., None], *flags: Any) -
         return
     if vars(module).get(_HAS_VALUE):
         return
-    own = _own_initialiser(module, site)
+    own = own_initialiser(module, site)
     if own is None:
         _let_family(module, site, by_family, flags)
     else:
@@ -81,7 +81,7 @@ def complete(module: nn.Module) -> None:
             setattr(tensor, _HAS_VALUE, True)
 
 
-def _own_initialiser(module: nn.Module, site: Site) -> Callable[[], None] | None:
+def own_initialiser(module: nn.Module, site: Site) -> Callable[[], None] | None:
     """Return `reset_parameters` where the replacement itself defines it."""
     if not hasattr(type(module), "reset_parameters"):
         return None

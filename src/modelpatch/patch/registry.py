@@ -9,7 +9,7 @@ from torch import nn
 
 from modelpatch import _transformers
 from modelpatch.errors import ArgumentError, ArgumentTypeError, ModelPatchError
-from modelpatch.patch.rules import Key, Replacements, Rule, RuleSet, compile_rules, key_text
+from modelpatch.patch.rules import Key, Rule, RuleSet, compile_rules, key_text
 
 _lock = threading.Lock()
 _rules: dict[Key, Rule] = {}
@@ -17,20 +17,21 @@ _rules: dict[Key, Rule] = {}
 _compiled: tuple[RuleSet, dict[str, type[nn.Module]]] | None = None
 
 
-def register(mapping: Replacements, *, overwrite: bool) -> None:
+def register(entries: Iterable[Rule], *, overwrite: bool = False) -> None:
     """Add entries, all or none.
 
     Raises:
-        ArgumentTypeError: A key or replacement has the wrong type; the registry is unchanged.
-        ArgumentError: A key is taken or a pattern invalid; the registry is unchanged.
+        ArgumentError: A key is taken; the registry is unchanged.
     """
     global _compiled
-    new = {rule.key: rule for rule in compile_rules(mapping)}
+    new = {rule.key: rule for rule in entries}
     with _lock:
         taken = [] if overwrite else [key_text(key) for key in new if key in _rules]
         if taken:
+            owners = {rule.patch.name for rule in map(_rules.get, new) if rule and rule.patch}
+            by = f" by patch {', '.join(map(repr, sorted(owners)))}" if owners else ""
             raise ArgumentError(
-                f"{', '.join(taken)} already has a patch mapping registered. Use overwrite=True to replace it."
+                f"{', '.join(taken)} already has a patch mapping registered{by}. Use overwrite=True to replace it."
             )
         _rules.update(new)
         _compiled = None
@@ -43,7 +44,7 @@ def adopt(theirs: Mapping[str, type[nn.Module]]) -> dict[str, type[nn.Module]]:
         All that can be used, those that ours shadow too.
     """
     usable = {key: value for key, value in theirs.items() if _usable(key, value)}
-    register({key: value for key, value in usable.items() if key not in _rules}, overwrite=False)
+    register(compile_rules({key: value for key, value in usable.items() if key not in _rules}))
     return usable
 
 

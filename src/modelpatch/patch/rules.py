@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
 from modelpatch.errors import ArgumentError, ArgumentTypeError, ModelPatchError
+from modelpatch.weights.rules import Layout
 
 Key = str | type[nn.Module]
 Replacements = (
@@ -39,28 +40,24 @@ class Form(IntEnum):
     PATTERN = 3
 
 
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """A named set of replacements.
+class Owner(Protocol):
+    """What a rule knows of the patch that it belongs to."""
 
-    Args:
-        name: What errors and reports call it.
-        replace: From keys (a class, a dotted path, an exact class name, or a pattern) to the classes that are built
-            instead.
-        where: Limits the patch to some sites: called with those of the constructor's arguments that it names.
+    @property
+    def name(self) -> str:
+        """What errors, reports and saved configs call it."""
 
-    Example:
-        >>> from torch import nn
-        >>> class Quiet(nn.Dropout):
-        ...     def forward(self, input):
-        ...         return input
-        >>> Patch("quiet", {nn.Dropout: Quiet}).name
-        'quiet'
-    """
+    @property
+    def version(self) -> str:
+        """Written to saved configs with the name."""
 
-    name: str
-    replace: Replacements
-    where: Where | None = None
+    @property
+    def layout(self) -> Mapping[type[nn.Module], Layout]:
+        """The layouts of its replacements."""
+
+    @property
+    def allow_irreversible(self) -> bool:
+        """Whether a layout may lose something."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +71,7 @@ class Rule:
         key_text: The key as messages show it.
         pattern: The compiled pattern, if it is one.
         wheres: What limits the sites, by the constructor's arguments; all of them hold.
-        patch: Name of the patch, if it has one.
+        patch: The patch that it belongs to, if any.
         inits: Code of the constructors of the replacement, by identity: the hash of a code object is slow.
     """
 
@@ -84,7 +81,7 @@ class Rule:
     key_text: str
     pattern: re.Pattern[str] | None = None
     wheres: tuple[Where, ...] = ()
-    patch: str = ""
+    patch: Owner | None = None
     inits: Mapping[int, CodeType] = field(default_factory=dict)
 
     def matches(self, cls: type) -> bool:
@@ -140,14 +137,16 @@ class RuleSet:
 
     Attributes:
         rules: The rules, the strongest first.
+        strict: Whether what doesn't fit is an error.
         unnamed: The classes seen so far that no rule names and that are no models, by identity: for those there is
             nothing to do.
         warned: Whether it was said that the rules matched nothing.
     """
 
-    __slots__ = ("_named", "rules", "unnamed", "warned")
+    __slots__ = ("_named", "rules", "strict", "unnamed", "warned")
 
-    def __init__(self, rules: Iterable[Rule]) -> None:
+    def __init__(self, rules: Iterable[Rule], *, strict: bool = True) -> None:
+        self.strict = strict
         self.rules: tuple[Rule, ...] = tuple(sorted(rules, key=lambda rule: rule.form))
         self.unnamed: dict[int, weakref.ref[type]] = {}
         self.warned = False
@@ -177,7 +176,7 @@ def compile_rules(
     mapping: Replacements,
     *,
     wheres: tuple[Where, ...] = (),
-    patch: str = "",
+    patch: Owner | None = None,
 ) -> list[Rule]:
     """Check a mapping whole and compile it.
 
@@ -209,7 +208,9 @@ def compile_rules(
     return rules
 
 
-def _compile(key: Key, replacement: type[nn.Module], wheres: tuple[Where, ...], patch: str) -> Rule:
+def _compile(
+    key: Key, replacement: type[nn.Module], wheres: tuple[Where, ...], patch: Owner | None
+) -> Rule:
     if not isinstance(replacement, type):
         raise ArgumentTypeError(
             f"Replacement for {key_text(key)} must be a class, got an object of type {type(replacement).__name__}"

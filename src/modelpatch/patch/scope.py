@@ -35,17 +35,17 @@ def opened(scope: Scope) -> Iterator[None]:
 
 
 @contextmanager
-def scoped(rules: RuleSet, *, strict: bool) -> Iterator[None]:
+def scoped(rules: RuleSet) -> Iterator[None]:
     """Apply `rules` in the block.
 
     Raises:
-        NothingReplacedError: The block ended without an error, `strict` is set, and a key replaced nothing.
+        NothingReplacedError: The block ended without an error, the rules are strict, and a key replaced nothing.
     """
     scope = Scope(rules)
     with opened(scope):
         yield
     unused = [rule for rule in rules.rules if rule not in scope.replaced]
-    if strict and unused:
+    if rules.strict and unused:
         faults = [f"{_subject(rule)} {_reason(rule, scope)}" for rule in unused]
         if len(faults) == 1:
             raise NothingReplacedError(faults[0])
@@ -96,7 +96,7 @@ def _level_of_caller() -> int:
 
 
 def _subject(rule: Rule) -> str:
-    return f"Key {rule.key_text}" + (f" of patch {rule.patch!r}" if rule.patch else "")
+    return f"Key {rule.key_text}" + (f" of patch {rule.patch.name!r}" if rule.patch else "")
 
 
 def _reason(rule: Rule, scope: Scope) -> str:  # noqa: PLR0911  # one for each reason

@@ -1,0 +1,99 @@
+"""Connects the engine to torch and Transformers, and takes it off again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import nn
+
+from modelpatch import _transformers
+from modelpatch.errors import EngineConflictError
+from modelpatch.patch import construction, identity, loading, registry, scope
+from modelpatch.patch.initialisation import complete, initialise
+
+_lock = threading.Lock()
+_undo: dict[
+    str, _transformers.Undo
+] = {}  # what is connected: "loading"; after install() "functions"
+_taken: dict[str, type[nn.Module]] = {}  # registrations that were Transformers' before install()
+
+
+def install(functions: Sequence[Callable[..., Any]]) -> None:
+    """Exchange Transformers' functions of these names, and take its registrations over."""
+    connect()
+    with _lock:
+        if "functions" in _undo:
+            return
+        theirs = _transformers.registered_there()
+        _taken.update(registry.adopt(theirs))
+        for key in _taken:
+            del theirs[key]
+        _undo["functions"] = _transformers.install_functions(functions)
+
+
+def uninstall() -> None:
+    """Undo `install` and `connect`.
+
+    Raises:
+        EngineConflictError: A block is open in this thread or task; nothing was changed.
+    """
+    if construction.active():
+        raise EngineConflictError(
+            "uninstall() inside an open block would leave it half applied. Leave the block first."
+        )
+    with _lock:
+        for undo in reversed(_undo.values()):
+            undo()
+        _undo.clear()
+        mine = registry.registered()
+        _transformers.registered_there().update({k: v for k, v in _taken.items() if k in mine})
+        _taken.clear()
+        registry.clear()
+
+
+@contextmanager
+def connected(block: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Enter `block` with the engine connected: it may have been uninstalled since the block was made."""
+    connect()
+    with block():
+        yield
+
+
+def connect() -> None:
+    """Connect the engine to torch and Transformers, once."""
+    with _lock:
+        construction.install()
+        if "loading" not in _undo:
+            _undo["loading"] = _transformers.hook_loading(
+                apply_patches=scope.registered,
+                patch_output_recorders=_loaded,
+                mark=construction.MARK,
+                initialise=initialise,
+                built=_built,
+                stands_for=_stands_for,
+                original_name=identity.original_name,
+                load=loading.load,
+                revert=loading.revert,
+            )
+
+
+def _built(model: nn.Module) -> None:
+    if scopes := construction.active():
+        identity.follow(model, scopes)
+    complete(model)
+
+
+def _loaded(model: nn.Module) -> None:
+    """Finish a model that Transformers has constructed, unless its constructor came to its end itself."""
+    scopes = construction.active()
+    if not all(scope.rules in identity.built_under(model) for scope in scopes):
+        identity.follow_all(model, scopes)
+    complete(model)
+
+
+def _stands_for(module: nn.Module, original: type) -> bool:
+    site = construction.site_of(module)
+    return site is not None and issubclass(site.original, original)
