@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.compiler import is_dynamo_compiling
 
-from modelpatch.errors import ContainerMatchError, EngineConflictError
+from modelpatch.errors import ArgumentError, ContainerMatchError, EngineConflictError
 from modelpatch.patch.rules import Form, Rule, RuleSet, constructor, is_model_module
 
 
@@ -219,6 +219,7 @@ def _replace(
         elif rule.replacement.__init__ is cls.__init__ or not _is_building(rule, caller):
             if rule.form is Form.PATTERN:
                 _refuse_container(rule, cls, args, kwargs)
+            _refuse_rival(rule, candidates, cls, args, kwargs)
             return _build(cls, scope, rule, args, kwargs)
     return None
 
@@ -285,6 +286,23 @@ def _needs_arguments(cls: type) -> bool:
             for p in parameters
         )
     return needs
+
+
+def _refuse_rival(
+    rule: Rule,
+    candidates: tuple[Rule, ...],
+    cls: type[nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Raise when another patch claims the same construction, under whatever key."""
+    for other in candidates:
+        is_rival = rule.patch and other.patch and other.patch is not rule.patch
+        if is_rival and other.admits(cls, args, kwargs):
+            names = [f"{one.patch.name!r} ({one.key_text})" for one in (rule, other) if one.patch]
+            raise ArgumentError(
+                f"Two patches claim {cls.__name__}: {' and '.join(names)}. Use one of them, or keep them apart with where="
+            )
 
 
 def _refuse_container(

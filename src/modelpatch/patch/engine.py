@@ -83,6 +83,7 @@ def connect() -> None:
 def _built(model: nn.Module) -> None:
     if scopes := construction.active():
         identity.follow(model, scopes)
+        loading.accept_stock_state_dicts(model)
     complete(model)
 
 
@@ -91,6 +92,7 @@ def _loaded(model: nn.Module) -> None:
     scopes = construction.active()
     if not all(scope.rules in identity.built_under(model) for scope in scopes):
         identity.follow_all(model, scopes)
+    loading.accept_stock_state_dicts(model)
     complete(model)
 
 

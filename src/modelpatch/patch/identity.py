@@ -68,10 +68,18 @@ def follow(model: nn.Module, scopes: Iterable[Scope]) -> None:
         new = {new for _, new in renamed if new in present}
         vars(model)["_no_split_modules"] = new.union(set(names) - gone)
     site = site_of(model)
-    if site is not None and _transformers.is_model_class(site.original):
-        vars(model)["save_pretrained"] = functools.partial(save_as, model, site.original)
-        if hasattr(site.original, "is_custom_code"):  # since 5.20 or later
-            vars(model)["is_custom_code"] = site.original.is_custom_code
+    is_replaced = site is not None and _transformers.is_model_class(site.original)
+    if is_replaced or (_transformers.is_model(model) and record(model)):
+        original = site.original if site is not None and is_replaced else type(model)
+        vars(model)["save_pretrained"] = functools.partial(save_as, model, original)
+        if is_replaced and hasattr(original, "is_custom_code"):  # since 5.20 or later
+            vars(model)["is_custom_code"] = original.is_custom_code
+
+
+def record(model: nn.Module) -> dict[str, str]:
+    """Return names and versions of the patches that replaced something in `model`."""
+    patches = [site.rule.patch for _, _, site in sites(model)]
+    return {patch.name: patch.version for patch in patches if patch is not None and patch.name}
 
 
 def follow_all(model: nn.Module, scopes: Iterable[Scope]) -> None:
@@ -83,19 +91,30 @@ def follow_all(model: nn.Module, scopes: Iterable[Scope]) -> None:
 
 
 def save_as(model: Any, original: type, *args: Any, **kwargs: Any) -> None:
-    """Save a model whose class was replaced so that `config.json` names the original, which engines look up."""
+    """Save a patched model so that `config.json` names the original, which engines look up, and the patches.
+
+    The patches are a record for people; nothing is run from it.
+    """
     config = model.config
     auto_map = copy.deepcopy(vars(config).get("auto_map"))
+    patches = record(model)
 
     def save_config(folder: Any, *args: Any, **kwargs: Any) -> None:
         del vars(config)["save_pretrained"]  # before the config is written
-        config.architectures = [original.__name__]
-        vars(config).pop("auto_map", None)
-        if auto_map is not None:
-            config.auto_map = auto_map
-        _transformers.save_code(original, folder, config)
-        config.save_pretrained(folder, *args, **kwargs)
+        if original is not type(model):
+            config.architectures = [original.__name__]
+            vars(config).pop("auto_map", None)
+            if auto_map is not None:
+                config.auto_map = auto_map
+            _transformers.save_code(original, folder, config)
+        if patches:
+            config.modelpatch = patches
+        try:
+            config.save_pretrained(folder, *args, **kwargs)
+        finally:
+            vars(config).pop("modelpatch", None)
 
+    vars(config).pop("modelpatch", None)  # of the file that it was loaded from
     vars(config)["save_pretrained"] = save_config
     try:
         type(model).save_pretrained(model, *args, **kwargs)

@@ -16,6 +16,7 @@ from modelpatch.patch.identity import built_under, sites
 from modelpatch.patch.initialisation import own_initialiser
 from modelpatch.weights.ledger import Ledger
 from modelpatch.weights.loading import plan_load
+from modelpatch.weights.receiving import receive
 from modelpatch.weights.registered import may_concern, registered_layout
 from modelpatch.weights.rules import Layout, compile_layout
 from modelpatch.weights.saving import to_stock
@@ -129,6 +130,29 @@ def revert(
     return to_stock(
         state_dict, found, lambda part: stock(model, part), only_moves=conversions.only_moves
     )
+
+
+def accept_stock_state_dicts(model: nn.Module) -> None:
+    """Let `load_state_dict` of replaced modules with a layout take the stock model's tensors. Repeating is harmless."""
+    for _, module, site in sites(model):
+        hooks = module._load_state_dict_pre_hooks.values()
+        is_known = any(getattr(hook, "hook", None) is _receive for hook in hooks)
+        if declared_layout(site) is not None and not is_known:
+            module.register_load_state_dict_pre_hook(_receive)
+
+
+def _receive(  # noqa: PLR0913, PLR0917  # as torch calls it
+    module: nn.Module,
+    state_dict: dict[str, torch.Tensor],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    strict: bool,
+    missing_keys: list[str],
+    *_: Any,
+) -> None:
+    site = local_site(module)
+    if site is not None:
+        receive(site, state_dict, prefix, missing_keys)
 
 
 def weight_sites(

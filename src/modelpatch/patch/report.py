@@ -11,7 +11,9 @@ from torch import nn
 from modelpatch import _transformers
 from modelpatch.errors import ArgumentTypeError, NoReportError
 from modelpatch.patch.identity import built_under, sites
+from modelpatch.patch.loading import find_ledger
 from modelpatch.patch.rules import nearest
+from modelpatch.weights.ledger import Ledger
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +46,14 @@ class PatchReport:
         replaced: The replaced sites, in the order of `named_modules`.
         unused: Keys that replaced nothing.
         changes: What follows a replacement besides: recorders, names for sharding, lost gradient checkpointing.
+        ledger: The account of the load that built the model; None if it was not loaded from files.
     """
 
     model: str
     replaced: tuple[Replaced, ...]
     unused: tuple[Unused, ...]
     changes: tuple[str, ...]
+    ledger: Ledger | None = None
 
     def describe(self) -> None:
         """Print the report as a table, like sites of numbered layers in one row."""
@@ -88,6 +92,8 @@ class PatchReport:
         console.print(table)
         for change in self.changes:
             console.print(f"  {change}", highlight=False, markup=False)
+        if self.ledger is not None:
+            self.ledger.describe()
 
 
 def report(model: nn.Module) -> PatchReport:
@@ -124,6 +130,7 @@ def report(model: nn.Module) -> PatchReport:
         ),
         unused=tuple(Unused(rule.key_text, tuple(nearest(rule.key, names))) for rule in unused),
         changes=tuple(_changes(model)),
+        ledger=find_ledger(model),
     )
 
 

@@ -10,7 +10,7 @@ from types import FrameType
 
 from modelpatch import _transformers
 from modelpatch.errors import NothingReplacedError, NothingReplacedWarning
-from modelpatch.patch import construction, identity, initialisation, registry
+from modelpatch.patch import construction, identity, initialisation, loading, registry
 from modelpatch.patch.construction import Scope
 from modelpatch.patch.rules import Form, Rule, RuleSet, nearest
 
@@ -31,6 +31,7 @@ def opened(scope: Scope) -> Iterator[None]:
             continue
         if scope.rules not in identity.built_under(model):
             identity.follow(model, [scope])
+            loading.accept_stock_state_dicts(model)
         initialisation.complete(model)  # what its constructor added after the family's turn
 
 
