@@ -76,7 +76,9 @@ ARROWS = {
         "patch.initialisation",
         "patch.loading",
         "patch.registry",
+        "patch.rules",
         "patch.scope",
+        "weights.rules",
     },
     "patch.api": {
         "errors",

@@ -115,8 +115,9 @@ def test_there_are_families_of_every_kind() -> None:
         "text_pair",
         "image",
         "image_text",
+        "patches_text",
     }
-    assert len(FAMILIES) >= 12
+    assert len(FAMILIES) >= 15
 
 
 def test_families_can_not_be_edited() -> None:

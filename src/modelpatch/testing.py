@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["FAMILIES", "Family", "tiny_config", "tiny_inputs", "tiny_model"]
 
-InputKind = Literal["text", "text_pair", "image", "image_text"]
+InputKind = Literal["text", "text_pair", "image", "image_text", "patches_text"]
 
 _BATCH: Final = 2
 _LENGTH: Final = 7
@@ -86,6 +86,52 @@ _LLAVA: Final = {
     "image_token_index": 99,
     "image_seq_length": 4,
 }
+_DEEPSEEK: Final = {
+    **_MOE,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+_GPT_OSS: Final = {
+    **_MOE,
+    "num_local_experts": 8,
+    "head_dim": 8,
+    "sliding_window": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+}
+_QWEN_VL: Final = {
+    "vision_config": {
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": 32,  # what the merger makes, and the text takes
+        "mlp_ratio": 2,
+        "num_heads": 4,
+        "patch_size": 4,
+    },
+    "text_config": {
+        "model_type": "qwen2_vl_text",
+        **_DECODER,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10_000.0,
+            "mrope_section": [2, 1, 1],  # of half a head
+        },
+    },
+    "image_token_id": 99,
+    "video_token_id": 98,
+    "vision_start_token_id": 96,
+    "vision_end_token_id": 97,
+}
 
 FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
     {
@@ -110,6 +156,11 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         ),
         "vit": Family("ViTConfig", "ViTForImageClassification", "image", _VISION),
         "llava": Family("LlavaConfig", "LlavaForConditionalGeneration", "image_text", _LLAVA),
+        "deepseek_v3": Family("DeepseekV3Config", "DeepseekV3ForCausalLM", "text", _DEEPSEEK),
+        "gpt_oss": Family("GptOssConfig", "GptOssForCausalLM", "text", _GPT_OSS),
+        "qwen2_vl": Family(
+            "Qwen2VLConfig", "Qwen2VLForConditionalGeneration", "patches_text", _QWEN_VL
+        ),
     }
 )
 """Every family that `tiny_model` builds, by its `model_type` in Transformers. Read-only."""
@@ -186,9 +237,12 @@ def tiny_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     Returns:
         Keyword arguments of `model`, on its device, new at each call and always the same:
 
-        - `input_ids`, int64 of shape (2, 7), no special and no padding ids; LLaVA's rows also hold their image tokens;
+        - `input_ids`, int64 of shape (2, 7), no special and no padding ids; where there are images, the rows also hold
+          their image tokens;
         - `decoder_input_ids`, the same shape, for encoder-decoders;
-        - `pixel_values`, in the model's dtype, of shape (2, channels, height, width), for models that see images.
+        - `pixel_values`, in the model's dtype, of shape (2, channels, height, width), for models that see images;
+        - for models that take images cut into patches, `pixel_values` of shape (patches of both images, values of a
+          patch), `image_grid_thw`, int64 of shape (2, 3), and `mm_token_type_ids`, int32 in the shape of `input_ids`.
 
     Raises:
         ArgumentError: The model's family is unknown.
@@ -214,6 +268,8 @@ def tiny_inputs(model: PreTrainedModel) -> dict[str, torch.Tensor]:
         )
         inputs["input_ids"] = torch.cat([text[:, :1], image, text[:, 1:]], dim=1)
         inputs["pixel_values"] = _pixels(config.vision_config, generator)
+    if kind == "patches_text":
+        inputs |= _patches_and_text(config, generator)
     return {
         name: value.to(model.device, model.dtype if value.is_floating_point() else None)
         for name, value in inputs.items()
@@ -249,7 +305,8 @@ def _merged(
         elif isinstance(value, Mapping) and isinstance(inner, Mapping):
             inner_path = f"{path}{given}."
             inner_default = getattr(default, name)
-            if value.get("model_type", inner["model_type"]) != inner["model_type"]:
+            model_type = inner.get("model_type")
+            if value.get("model_type", model_type) != model_type:
                 auto_config = importlib.import_module("transformers").AutoConfig
                 inner, inner_default = {}, auto_config.for_model(value["model_type"])
             merged[name] = _merged(inner, value, inner_default, path=inner_path, faults=faults)
@@ -289,3 +346,21 @@ def _pixels(config: Any, generator: torch.Generator) -> torch.Tensor:
     """Draw an image batch, float32 of shape (batch, channels, height, width), for a vision config."""
     shape = (_BATCH, config.num_channels, config.image_size, config.image_size)
     return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")
+
+
+def _patches_and_text(config: Any, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Draw one image a row in patches, each merged block of which stands for one token of the row."""
+    vision = config.vision_config
+    side = 2 * vision.spatial_merge_size
+    num_values = vision.in_channels * vision.temporal_patch_size * vision.patch_size**2
+    text = _ids(config.vision_start_token_id, generator)
+    image = torch.full((_BATCH, 4), config.image_token_id, device="cpu")
+    ids = torch.cat([text[:, :1], image, text[:, 1:]], dim=1)
+    return {
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == config.image_token_id).int(),
+        "image_grid_thw": torch.tensor([[1, side, side]] * _BATCH, device="cpu"),
+        "pixel_values": torch.randn(
+            (_BATCH * side**2, num_values), generator=generator, dtype=torch.float32, device="cpu"
+        ),
+    }

@@ -46,6 +46,8 @@ class Scope:
 class Site:
     """One replaced construction. The module that came of it carries it, and so do copies of the module.
 
+    It pickles as a plain string, so that a pickled model needs no modelpatch, unless a layout says how it is saved.
+
     Attributes:
         rule: The rule that asked for it.
         rules: The rules of its block; None in an unpickled copy.
@@ -68,11 +70,6 @@ class Site:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Site:
         return self
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        """Pickle as a plain string, so that a pickled model needs no modelpatch to be loaded."""
-        original = self.original
-        return str, (f"{self.rule.key_text}|{original.__module__}|{original.__qualname__}",)
 
 
 MARK = "_modelpatch_site"  # the attribute in which a replaced module carries its site

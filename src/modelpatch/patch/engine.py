@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,7 +14,10 @@ from torch import nn
 from modelpatch import _transformers
 from modelpatch.errors import EngineConflictError
 from modelpatch.patch import construction, identity, loading, registry, scope
+from modelpatch.patch.construction import Site
 from modelpatch.patch.initialisation import complete, initialise
+from modelpatch.patch.rules import Form, Key, Rule, key_text
+from modelpatch.weights.rules import Layout
 
 _lock = threading.Lock()
 _undo: dict[
@@ -78,6 +83,48 @@ def connect() -> None:
                 load=loading.load,
                 revert=loading.revert,
             )
+
+
+@dataclass(frozen=True, slots=True)
+class _PatchOfPickle:
+    """What a pickled site keeps of its patch: `where` has had its say, and may not pickle."""
+
+    name: str
+    version: str
+    layout: dict[type[nn.Module], Layout]
+    allow_irreversible: bool
+
+
+def _reduce(site: Site) -> tuple[Any, ...]:
+    """Pickle a site as a plain string, or with what saving needs where its patch has a layout for it."""
+    rule, original = site.rule, site.original
+    layout = rule.patch.layout.get(rule.replacement) if rule.patch else None
+    if rule.patch is None or layout is None or site.args is None:
+        return str, (f"{rule.key_text}|{original.__module__}|{original.__qualname__}",)
+    patch = _PatchOfPickle(
+        rule.patch.name,
+        rule.patch.version,
+        {rule.replacement: dict(layout)},
+        rule.patch.allow_irreversible,
+    )
+    return _restored, (rule.key, rule.replacement, patch, original, site.args, site.kwargs)
+
+
+def _restored(
+    key: Key,
+    replacement: type[nn.Module],
+    patch: _PatchOfPickle,
+    original: type[nn.Module],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Site:
+    """Undo `_reduce`; saving such a model comes through the engine."""
+    connect()
+    rule = Rule(key, replacement, Form.NAME, key_text=key_text(key), patch=patch)
+    return Site(rule, None, original, args, kwargs, on_meta=False)
+
+
+copyreg.pickle(Site, _reduce)  # type: ignore[arg-type]  # typeshed wants exact tuples
 
 
 def _built(model: nn.Module) -> None:

@@ -166,8 +166,10 @@ def plan_load(
             _leave(plan, job, targets, owners, files)
     unplaced |= {key: name for name, key in as_saved.items()}
 
-    _account_missing(plan, model, targets, owners)
-    _account_unexpected(plan, model, unplaced, sites)
+    left_over = _left_over(model, unplaced, sites)
+    for key, site in left_over.items():
+        plan.complain(site, f"{key}: in the files, and nothing in the model takes it")
+    _account_missing(plan, model, targets, owners, left_over)
     ledger = Ledger(
         model=type(model).__name__,
         entries=tuple(plan.entries[name] for name in targets),
@@ -357,6 +359,38 @@ def _leave(
             _enter(plan, name, keys, job.operation, targets[name], site)
             if site and name in made:
                 _compare(plan, site, name, keys, made[name], targets[name])
+                if job.converter is not None and site.is_of_conversion(site.local(name)):
+                    _check_way_back(plan, site, job, files)
+
+
+def _check_way_back(
+    plan: LoadPlan, site: LayoutSite, job: Job, files: Mapping[str, Any]
+) -> None:
+    """Complain when a registered converter doesn't give the tensors of the files back bit for bit."""
+    empty = {key: file_tensor(files[key]) for key, _ in job.keys}
+    reason = "its operations fail on random tensors"
+    for scale in scales(dim for tensor in empty.values() for dim in tensor.shape):
+        small = {
+            key: random_like(torch.empty([*map(scale, t.shape)], dtype=t.dtype, device="meta"), i)
+            for i, (key, t) in enumerate(empty.items())
+        }
+        kept = {fingerprint(tensor) for tensor in small.values()}
+        try:
+            back = plan.conversions.back(job.converter, job.run(small, plan.conversions))
+        except NotImplementedError:
+            reason = "it has no reverse_op"
+            break
+        except Exception as error:  # noqa: BLE001  # whatever an operation does with tensors of this size
+            reason = str(error)
+            continue
+        if kept == {fingerprint(tensor) for tensor in back}:
+            return
+        reason = f"{[list(t.shape) for t in small.values()]} come back as {[list(t.shape) for t in back]}"
+        break
+    shapes = ", ".join(f"{key} {list(t.shape)}" for key, t in [*empty.items()][:3])
+    plan.complain(
+        site, f"{job.name}: {job.operation} doesn't give the files' tensors back bit for bit ({shapes}): {reason}"
+    )
 
 
 def _compare(
@@ -404,7 +438,11 @@ def _complain_of_sources(
 
 
 def _account_missing(
-    plan: LoadPlan, model: Any, targets: Tensors, owners: Mapping[str, LayoutSite]
+    plan: LoadPlan,
+    model: Any,
+    targets: Tensors,
+    owners: Mapping[str, LayoutSite],
+    left_over: Mapping[str, LayoutSite],
 ) -> None:
     """Enter the tensors that no file has."""
     missing = {name for name in targets if name not in plan.entries}
@@ -418,24 +456,30 @@ def _account_missing(
                 operation = "created"
             elif local not in site.initialised:
                 operation = "missing"
-                plan.complain(
-                    site,
-                    f"{name} {list(targets[name].shape)}: in no file. If it has none, {{{local!r}: create}} in the layout, or "
-                    f"a reset_parameters of its own, lets the replacement initialise it",
+                left = [key for key, above in left_over.items() if above is site]
+                reason = (
+                    f"the files hold {', '.join(left[:3])} there, which nothing takes; a layout says how they belong together"
+                    if left
+                    else f"if it has none, {{{local!r}: create}} in the layout, or a reset_parameters of its own, lets the "
+                    f"replacement initialise it"
                 )
+                shape = list(targets[name].shape)
+                plan.complain(site, f"{name} {shape}: in no file; {reason}")
         _enter(plan, name, (), operation, targets[name], site)
 
 
-def _account_unexpected(
-    plan: LoadPlan, model: Any, unplaced: Mapping[str, str], sites: Sequence[LayoutSite]
-) -> None:
-    """Complain of keys under replaced sites that nothing takes."""
+def _left_over(
+    model: Any, unplaced: Mapping[str, str], sites: Sequence[LayoutSite]
+) -> dict[str, LayoutSite]:
+    """Return the keys under replaced modules that nothing takes and the family doesn't ignore."""
     _, wanted = not_ignored(model, set(), set(unplaced.values()))
     paths = {site.path: site for site in sites if site.path}
-    for key, name in unplaced.items():
-        above = [paths[path] for path in _paths_above(name) if path in paths]
-        if above and name in wanted:
-            plan.complain(above[0], f"{key}: in the files, and nothing in the model takes it")
+    above = {
+        key: next((paths[path] for path in _paths_above(name) if path in paths), None)
+        for key, name in unplaced.items()
+        if name in wanted
+    }
+    return {key: site for key, site in above.items() if site is not None}
 
 
 def _paths_above(name: str) -> Iterator[str]:

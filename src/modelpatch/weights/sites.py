@@ -37,6 +37,14 @@ class LayoutSite:
     strict: bool = True
     allow_irreversible: bool = False
 
+    def is_of_conversion(self, name: str) -> bool:
+        """Tell whether a converter that makes a tensor was registered for the replacement, and no layout says the same."""
+        if not self.original:
+            return False
+        same = name in self.original and self.original[name].shape == self.replacement[name].shape
+        written = self.layout is not None and any(name in e.targets for e in self.layout.equations)
+        return not same and not written
+
     def full(self, name: str) -> str:
         """Return the name of a tensor in the model."""
         return f"{self.path}.{name}" if self.path else name
