@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -62,6 +63,7 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
     original_name: Callable[[str], str],
     load: Callable[..., Any],
     revert: Callable[..., Any],
+    unreadable: Callable[[Any, Exception], Exception],
 ) -> Undo:
     """Put the engine where `from_pretrained`, `from_config` and model constructors call Transformers' own functions.
 
@@ -76,6 +78,7 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
         load: Called with what Transformers calls to read a checkpoint into a model, and its arguments.
         revert: Called with what Transformers calls to give tensors the names and shapes of a file, the model, and the
             tensors.
+        unreadable: From the path of a file that can't be opened, and the error, to the one to raise.
     """
     modeling_utils = import_module("transformers.modeling_utils")
     initialization = import_module("transformers.initialization")
@@ -113,8 +116,17 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
         built(model)
         return model
 
+    stock_open = modeling_utils.safe_open
+
+    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return stock_open(filename, *args, **kwargs)
+        except Exception as error:
+            raise unreadable(filename, error) from error
+
     with ExitStack() as stack:
         for owner, name, value in (
+            (modeling_utils, "safe_open", safe_open),
             (modeling_utils, "apply_patches", apply_patches),
             (modeling_utils, "patch_output_recorders", patch_output_recorders),
             (modeling_utils, "local_torch_dtype", _one_at_a_time(modeling_utils.local_torch_dtype)),
@@ -389,6 +401,18 @@ def forget_carrier(model: Any) -> None:
     """Take our converter out of what a model remembers of its load."""
     kept = [one for one in model._weight_conversions if type(one).__name__ != "Carrier"]
     model._weight_conversions = kept
+
+
+def tied_names(model: nn.Module) -> list[tuple[str, str]]:
+    """Return the tensors that a model's family ties, as pairs of patterns of full names."""
+    found = []
+    for path, inner in model.named_modules():
+        tied: Any = getattr(inner, "_tied_weights_keys", None)
+        config: Any = getattr(inner, "config", None)
+        if isinstance(tied, Mapping) and getattr(config, "tie_word_embeddings", False):
+            prefix = re.escape(f"{path}.") if path else ""
+            found += [(prefix + one, prefix + other) for one, other in tied.items()]
+    return found
 
 
 def conversion_name(name: str) -> Any:

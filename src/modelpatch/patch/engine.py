@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from modelpatch import _transformers
-from modelpatch.errors import EngineConflictError
+from modelpatch.errors import EngineConflictError, WeightsError
 from modelpatch.patch import construction, identity, loading, registry, scope
 from modelpatch.patch.construction import Site
 from modelpatch.patch.initialisation import complete, initialise
@@ -82,6 +82,7 @@ def connect() -> None:
                 original_name=identity.original_name,
                 load=loading.load,
                 revert=loading.revert,
+                unreadable=_unreadable,
             )
 
 
@@ -125,6 +126,13 @@ def _restored(
 
 
 copyreg.pickle(Site, _reduce)  # type: ignore[arg-type]  # typeshed wants exact tuples
+
+
+def _unreadable(path: Any, error: Exception) -> Exception:
+    """Name the file that a patched load can't open; what a plain load raises stays as it is."""
+    if not construction.active() and not registry.rules().rules:
+        return error
+    return WeightsError(f"{path} can't be read: {error}. It may be cut off; nothing was loaded.")
 
 
 def _built(model: nn.Module) -> None:

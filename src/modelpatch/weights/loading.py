@@ -6,6 +6,7 @@ equations into the replacement; everything else is left to Transformers.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from modelpatch._transformers import (
     is_scalable,
     not_ignored,
     target_names,
+    tied_names,
 )
 from modelpatch.weights.expressions import Tensors
 from modelpatch.weights.ledger import Entry, Ledger
@@ -110,9 +112,11 @@ class LoadPlan:
     Attributes:
         conversions: Transformers' own part.
         faults: What refuses it, one sentence each.
+        lenient: The same at sites that are not strict.
         takes: From keys, as converters see them, to the first target of their group.
         groups: By first target; None where a tensor of the file is one of the model as it is.
         aside: Keys that are not to be read.
+        entries: The ledger's, by target.
     """
 
     conversions: Conversions
@@ -157,6 +161,7 @@ def plan_load(
 
     jobs, as_saved, unplaced = _place(files, stock, targets, plan.conversions)
     made_by = _made_by(plan, jobs, owners, originals)
+    _refuse_tied(plan, model, sites)
     for site in sites:
         if site.is_declared and site.layout is not None:
             _restructure(plan, site, site.layout, made_by, as_saved, files)
@@ -223,6 +228,22 @@ def _made_by(
                 plan.complain(site, f"{name}: the files hold it twice, as {' and '.join(keys[:3])}")
             made_by[name] = job
     return made_by
+
+
+def _refuse_tied(plan: LoadPlan, model: Any, sites: Sequence[LayoutSite]) -> None:
+    """Complain of layouts that move a tensor which the family ties to another by name."""
+    pairs = tied_names(model)
+    for site in sites if pairs else ():
+        equations = site.layout.equations if site.is_declared and site.layout else ()
+        for name in (n for e in equations if e.target != e.source for n in e.sources):
+            for one, other in pairs:
+                ends = {one: other, other: one}
+                for end in (end for end in ends if re.fullmatch(end, site.full(name))):
+                    plan.complain(
+                        site,
+                        f"{site.full(name)}: the model ties it to {ends[end]} by name, and the layout moves it. Leave it where "
+                        f"it is, or set tie_word_embeddings=False",
+                    )
 
 
 def _restructure(
