@@ -22,6 +22,7 @@ from modelpatch.weights.rules import Layout, compile_layout
 from modelpatch.weights.saving import to_stock
 from modelpatch.weights.sites import LayoutSite, check_sites
 
+_OWN = "modelpatch"  # in the metadata that torch keeps with a state dict
 _LEDGERS: dict[int, tuple[weakref.ref[nn.Module], Ledger]] = {}  # by identity of the model
 
 
@@ -139,6 +140,14 @@ def accept_stock_state_dicts(model: nn.Module) -> None:
         is_known = any(getattr(hook, "hook", None) is _receive for hook in hooks)
         if declared_layout(site) is not None and not is_known:
             module.register_load_state_dict_pre_hook(_receive)
+            module._register_state_dict_hook(_mark_own)
+
+
+def _mark_own(
+    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
+) -> None:
+    """Mark a state dict as one in the replacement's layout, for names and shapes that are the same in both."""
+    metadata[_OWN] = True
 
 
 def _receive(  # noqa: PLR0913, PLR0917  # as torch calls it
@@ -150,7 +159,7 @@ def _receive(  # noqa: PLR0913, PLR0917  # as torch calls it
     missing_keys: list[str],
     *_: Any,
 ) -> None:
-    site = local_site(module)
+    site = None if local_metadata.get(_OWN) else local_site(module)
     if site is not None:
         receive(site, state_dict, prefix, missing_keys)
 

@@ -268,7 +268,7 @@ def _restructure(
             for name in saved:
                 _take(plan, site, as_saved.pop(site.full(name)), name, "rename")
         elif saved or len(jobs) < len(equation.sources):
-            _complain_of_sources(plan, site, equation, made_by, saved)
+            _complain_of_sources(plan, site, equation, made_by, as_saved)
         else:
             groups = {id(g): g for g in map(by_job.get, map(id, jobs)) if g is not None}
             merged = Group(site, list({id(job): job for job in jobs}.values()), [equation])
@@ -384,9 +384,7 @@ def _leave(
                     _check_way_back(plan, site, job, files)
 
 
-def _check_way_back(
-    plan: LoadPlan, site: LayoutSite, job: Job, files: Mapping[str, Any]
-) -> None:
+def _check_way_back(plan: LoadPlan, site: LayoutSite, job: Job, files: Mapping[str, Any]) -> None:
     """Complain when a registered converter doesn't give the tensors of the files back bit for bit."""
     empty = {key: file_tensor(files[key]) for key, _ in job.keys}
     reason = "its operations fail on random tensors"
@@ -410,7 +408,8 @@ def _check_way_back(
         break
     shapes = ", ".join(f"{key} {list(t.shape)}" for key, t in [*empty.items()][:3])
     plan.complain(
-        site, f"{job.name}: {job.operation} doesn't give the files' tensors back bit for bit ({shapes}): {reason}"
+        site,
+        f"{job.name}: {job.operation} doesn't give the files' tensors back bit for bit ({shapes}): {reason}",
     )
 
 
@@ -441,8 +440,9 @@ def _complain_of_sources(
     site: LayoutSite,
     equation: Equation,
     made_by: Mapping[str, Job],
-    saved: Sequence[str],
+    as_saved: dict[str, str],
 ) -> None:
+    saved = [name for name in equation.targets if site.full(name) in as_saved]
     for name in equation.targets:
         _enter(plan, site.full(name), (), "missing", site.replacement[name], site)
     lacking = [full for full in map(site.full, equation.sources) if full not in made_by]
