@@ -98,47 +98,56 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
         else:
             stock_hooks(model)
 
-    def smart_apply(model: nn.Module, by_family: Callable[..., None], *flags: Any) -> nn.Module:
-        """Walk as Transformers' own does: children first, each model inside by its family's rule."""
-
-        def apply(module: nn.Module, by_family: Callable[..., None]) -> None:
-            for child in module.children():
-                apply(
-                    child,
-                    child._initialize_weights if isinstance(child, model_class) else by_family,
-                )
-            if mark in module.__dict__:
-                initialise(module, by_family, *flags)
-            else:
-                by_family(module, *flags)
-
-        apply(model, by_family)
-        built(model)
-        return model
-
-    stock_open = modeling_utils.safe_open
-
-    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return stock_open(filename, *args, **kwargs)
-        except Exception as error:
-            raise unreadable(filename, error) from error
-
     with ExitStack() as stack:
         for owner, name, value in (
-            (modeling_utils, "safe_open", safe_open),
+            (modeling_utils, "safe_open", _naming_the_file(modeling_utils.safe_open, unreadable)),
             (modeling_utils, "apply_patches", apply_patches),
             (modeling_utils, "patch_output_recorders", patch_output_recorders),
             (modeling_utils, "local_torch_dtype", _one_at_a_time(modeling_utils.local_torch_dtype)),
             (initialization, "no_tie_weights", _in_this_thread(model_class)),
             (capturing, "maybe_install_capturing_hooks", install_hooks),
             (conversion_mapping, "get_checkpoint_conversion_mapping", conversions),
-            (nn.Module, "smart_apply", smart_apply),
+            (nn.Module, "smart_apply", _walk(mark, initialise, built)),
             (modeling_utils, _LOAD, functools.partial(load, getattr(modeling_utils, _LOAD))),
             (modeling_utils, _REVERT, functools.partial(revert, getattr(modeling_utils, _REVERT))),
         ):
             stack.callback(_put(owner, name, value))
         return stack.pop_all().close
+
+
+def _walk(
+    mark: str, initialise: Callable[..., None], built: Callable[[nn.Module], None]
+) -> Callable[..., nn.Module]:
+    """Return a `smart_apply` that calls `initialise` for marked modules, and `built` with the model in the end."""
+
+    def apply(module: nn.Module, by_family: Callable[..., None], *flags: Any) -> None:
+        for child in module.children():
+            inner: Any = child
+            apply(child, inner._initialize_weights if is_model(child) else by_family, *flags)
+        if mark in module.__dict__:
+            initialise(module, by_family, *flags)
+        else:
+            by_family(module, *flags)
+
+    def smart_apply(model: nn.Module, by_family: Callable[..., None], *flags: Any) -> nn.Module:
+        apply(model, by_family, *flags)
+        built(model)
+        return model
+
+    return smart_apply
+
+
+def _naming_the_file(
+    stock: Callable[..., Any], unreadable: Callable[[Any, Exception], Exception]
+) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def safe_open(filename: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return stock(filename, *args, **kwargs)
+        except Exception as error:
+            raise unreadable(filename, error) from error
+
+    return safe_open
 
 
 def _put(owner: Any, name: str, value: Any) -> Undo:
@@ -366,7 +375,7 @@ def carried(
             self.collected_tensors[source_key] = [future]
             self.layer_targets[target_key].add(source_key)
 
-        def convert(  # noqa: PLR0913  # as Transformers calls it
+        def convert(  # as Transformers calls it
             self,
             layer_name: str,
             model: Any = None,

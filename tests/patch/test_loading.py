@@ -285,11 +285,11 @@ def test_a_replacement_without_a_layout_is_refused_with_both_sides(checkpoint):
 
 
 def test_lenient_loads_have_the_faults_in_the_ledger_and_no_unwritten_memory(checkpoint):
-    torch.use_deterministic_algorithms(True)  # fills fresh memory with NaN
+    torch.use_deterministic_algorithms(mode=True)  # fills fresh memory with NaN
     try:
         model = load(checkpoint, {"LlamaAttention": FusedAttention}, strict=False)
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(mode=False)
 
     account = ledger(model)
     assert len(account.faults) == 12

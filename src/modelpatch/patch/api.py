@@ -16,7 +16,7 @@ from modelpatch.patch import construction, engine, identity, registry, scope
 from modelpatch.patch.construction import Site
 from modelpatch.patch.engine import connect, connected
 from modelpatch.patch.rules import Key, Replacements, Rule, RuleSet, Where, compile_rules
-from modelpatch.weights.rules import Layout, check_layout
+from modelpatch.weights.layout import Layout, check_layout
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Patch:
             instead.
         layout: For each replacement whose parameters differ from the original's, how they come from them: a mapping
             from names of the replacement to names of the original, relative to the module, or expressions over them
-            (`modelpatch.weights`: `fuse`, `stack`, `transpose`, ...). What has one name and shape on both sides needs no
-            mention; everything else does.
+            (`modelpatch.weights`: `fuse`, `stack`, `transpose`, ...). Only what has one name and shape on both sides
+            needs no mention.
         version: Written to saved configs with the name.
         where: Limits the patch to some sites: called with those of the constructor's arguments that it names.
         allow_irreversible: Load even where a layout can't give the original back bit for bit.
@@ -58,17 +58,19 @@ class Patch:
 
     def __post_init__(self) -> None:
         for argument in ("replace", "layout"):
-            value = getattr(self, argument)
+            value: object = getattr(self, argument)
             if isinstance(value, Mapping):
                 object.__setattr__(self, argument, MappingProxyType(dict(value)))
             elif argument == "layout":
                 raise ArgumentTypeError(
                     f"layout= maps replacement classes to their layouts, got {type(value).__name__}"
                 )
-        for name in (self.name, self.version):
+        names: tuple[object, ...] = (self.name, self.version)
+        for name in names:
             if not isinstance(name, str):
                 raise ArgumentTypeError(f"name and version of a patch are strings, got {name!r}")
-        replacements = list(self.replace.values()) if isinstance(self.replace, Mapping) else []
+        replace: object = self.replace
+        replacements = [*replace.values()] if isinstance(replace, Mapping) else []
         for cls, layout in self.layout.items():
             if cls not in replacements:
                 known = ", ".join(getattr(one, "__name__", repr(one)) for one in replacements)
@@ -170,6 +172,12 @@ def apply_patches() -> AbstractContextManager[None]:
     return connected(scope.registered)
 
 
+def _compiled(given: Patch | Replacements, wheres: tuple[Where, ...]) -> list[Rule]:
+    if isinstance(given, Patch):
+        return given._rules(*wheres)
+    return compile_rules(given, wheres=wheres)
+
+
 def patched(
     *patches: Patch | Replacements, where: Where | None = None, strict: bool = True
 ) -> AbstractContextManager[None]:
@@ -204,8 +212,7 @@ def patched(
     rules: dict[Key, Rule] = {}
     wheres = () if where is None else (where,)
     for given in patches:
-        is_patch = isinstance(given, Patch)
-        for rule in given._rules(*wheres) if is_patch else compile_rules(given, wheres=wheres):
+        for rule in _compiled(given, wheres):
             if rule.key in rules:
                 names = [
                     repr(r.patch.name) if r.patch else "a mapping" for r in (rules[rule.key], rule)

@@ -17,7 +17,7 @@ from modelpatch.patch import construction, identity, loading, registry, scope
 from modelpatch.patch.construction import Site
 from modelpatch.patch.initialisation import complete, initialise
 from modelpatch.patch.rules import Form, Key, Rule, key_text
-from modelpatch.weights.rules import Layout
+from modelpatch.weights.layout import Layout
 
 _lock = threading.Lock()
 _undo: dict[
@@ -108,24 +108,22 @@ def _reduce(site: Site) -> tuple[Any, ...]:
         {rule.replacement: dict(layout)},
         rule.patch.allow_irreversible,
     )
-    return _restored, (rule.key, rule.replacement, patch, original, site.args, site.kwargs)
+    return _restored, (rule.key, rule.replacement, patch, (original, site.args, site.kwargs))
 
 
 def _restored(
     key: Key,
     replacement: type[nn.Module],
     patch: _PatchOfPickle,
-    original: type[nn.Module],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    built_from: tuple[type[nn.Module], tuple[Any, ...], dict[str, Any]],
 ) -> Site:
     """Undo `_reduce`; saving such a model comes through the engine."""
     connect()
     rule = Rule(key, replacement, Form.NAME, key_text=key_text(key), patch=patch)
-    return Site(rule, None, original, args, kwargs, on_meta=False)
+    return Site(rule, None, *built_from, on_meta=False)
 
 
-copyreg.pickle(Site, _reduce)  # type: ignore[arg-type]  # typeshed wants exact tuples
+copyreg.pickle(Site, _reduce)
 
 
 def _unreadable(path: Any, error: Exception) -> Exception:

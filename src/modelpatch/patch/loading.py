@@ -14,11 +14,11 @@ from modelpatch.errors import ArgumentTypeError, LayoutError, NoReportError, Wei
 from modelpatch.patch.construction import Site, site_of
 from modelpatch.patch.identity import built_under, sites
 from modelpatch.patch.initialisation import own_initialiser
+from modelpatch.weights.layout import Layout, compile_layout
 from modelpatch.weights.ledger import Ledger
 from modelpatch.weights.loading import plan_load
 from modelpatch.weights.receiving import receive
 from modelpatch.weights.registered import may_concern, registered_layout
-from modelpatch.weights.rules import Layout, compile_layout
 from modelpatch.weights.saving import to_stock
 from modelpatch.weights.sites import LayoutSite, check_sites
 
@@ -139,23 +139,23 @@ def accept_stock_state_dicts(model: nn.Module) -> None:
         hooks = module._load_state_dict_pre_hooks.values()
         is_known = any(getattr(hook, "hook", None) is _receive for hook in hooks)
         if declared_layout(site) is not None and not is_known:
-            module.register_load_state_dict_pre_hook(_receive)
-            module._register_state_dict_hook(_mark_own)
+            module.register_load_state_dict_pre_hook(_receive)  # type: ignore[no-untyped-call]  # torch's
+            module._register_state_dict_hook(_mark_own)  # type: ignore[no-untyped-call]  # torch's
 
 
 def _mark_own(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
+    _module: nn.Module, _state_dict: dict[str, Any], _prefix: str, metadata: dict[str, Any]
 ) -> None:
     """Mark a state dict as one in the replacement's layout, for names and shapes that are the same in both."""
     metadata[_OWN] = True
 
 
-def _receive(  # noqa: PLR0913, PLR0917  # as torch calls it
+def _receive(  # as torch calls it
     module: nn.Module,
     state_dict: dict[str, torch.Tensor],
     prefix: str,
     local_metadata: dict[str, Any],
-    strict: bool,
+    _strict: bool,
     missing_keys: list[str],
     *_: Any,
 ) -> None:

@@ -20,7 +20,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from modelpatch.errors import ArgumentError, ArgumentTypeError, ModelPatchError
-from modelpatch.weights.rules import Layout
+from modelpatch.weights.layout import Layout
 
 Key = str | type[nn.Module]
 Replacements = (

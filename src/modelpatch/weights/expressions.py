@@ -45,7 +45,7 @@ class Joined:
         """Join one tensor for each part."""
         raise NotImplementedError
 
-    def part(self, tensor: torch.Tensor, shapes: Sequence[torch.Size]) -> Sequence[torch.Tensor]:
+    def part(self, tensor: torch.Tensor, shapes: Sequence[torch.Size], /) -> Sequence[torch.Tensor]:
         """Undo `join`, given the shapes of the parts; views where possible."""
         raise NotImplementedError
 
@@ -77,8 +77,8 @@ class _Fuse(_AlongDim):
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(tensors), dim=self.dim)
 
-    def part(self, tensor: torch.Tensor, shapes: Sequence[torch.Size]) -> Sequence[torch.Tensor]:
-        return tensor.split([shape[self.dim] for shape in shapes], dim=self.dim)
+    def part(self, tensor: torch.Tensor, shapes: Sequence[torch.Size], /) -> Sequence[torch.Tensor]:
+        return torch.split(tensor, [shape[self.dim] for shape in shapes], dim=self.dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,9 @@ class _Stack(_AlongDim):
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack(list(tensors), dim=self.dim)
 
-    def part(self, tensor: torch.Tensor, shapes: Sequence[torch.Size]) -> Sequence[torch.Tensor]:
+    def part(
+        self, tensor: torch.Tensor, _shapes: Sequence[torch.Size], /
+    ) -> Sequence[torch.Tensor]:
         return tensor.unbind(self.dim)
 
 
@@ -100,9 +102,9 @@ class _Interleave(_AlongDim):
         dim = self.dim % tensors[0].ndim
         return torch.stack(list(tensors), dim=dim + 1).flatten(dim, dim + 1)
 
-    def part(self, tensor: torch.Tensor, shapes: Sequence[torch.Size]) -> Sequence[torch.Tensor]:
+    def part(self, tensor: torch.Tensor, shapes: Sequence[torch.Size], /) -> Sequence[torch.Tensor]:
         dim = self.dim % tensor.ndim
-        return tensor.unflatten(dim, (-1, len(shapes))).unbind(dim + 1)
+        return torch.unflatten(tensor, dim, (-1, len(shapes))).unbind(dim + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +116,9 @@ class _Transpose(Joined):
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return tensors[0].transpose(self.dim0, self.dim1)
 
-    def part(self, tensor: torch.Tensor, shapes: Sequence[torch.Size]) -> Sequence[torch.Tensor]:
+    def part(
+        self, tensor: torch.Tensor, _shapes: Sequence[torch.Size], /
+    ) -> Sequence[torch.Tensor]:
         return (tensor.transpose(self.dim0, self.dim1),)
 
     def _options(self) -> str:
@@ -130,7 +134,7 @@ class _Flatten(Joined):
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return tensors[0].flatten(self.start_dim, self.end_dim)
 
-    def part(self, tensor: torch.Tensor, shapes: Sequence[torch.Size]) -> Sequence[torch.Tensor]:
+    def part(self, tensor: torch.Tensor, shapes: Sequence[torch.Size], /) -> Sequence[torch.Tensor]:
         return (tensor.reshape(shapes[0]),)
 
     def _options(self) -> str:
@@ -146,7 +150,9 @@ class _Converted(Joined):
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return self.forward(tensors[0])
 
-    def part(self, tensor: torch.Tensor, shapes: Sequence[torch.Size]) -> Sequence[torch.Tensor]:
+    def part(
+        self, tensor: torch.Tensor, _shapes: Sequence[torch.Size], /
+    ) -> Sequence[torch.Tensor]:
         if self.inverse is None:
             raise ValueError(f"{self} has no inverse")
         return (self.inverse(tensor),)
@@ -158,8 +164,7 @@ class _Converted(Joined):
 def fuse(*parts: Expression, dim: int = 0) -> Expression:
     """Concatenate tensors along `dim`; their sizes there may differ.
 
-    `{"qkv_proj": fuse("q_proj", "k_proj", "v_proj")}` fuses; the other way round, with `fuse` on the replacement's side,
-    it splits.
+    `{"qkv_proj": fuse("q_proj", "k_proj", "v_proj")}` fuses; with `fuse` on the replacement's side, it splits.
 
     Args:
         *parts: Names relative to the module, or expressions. The name of a module stands for each of its parameters
@@ -271,15 +276,19 @@ def expanded(
     if not isinstance(expression, _Stack) or in_stack:
         parts = tuple(expanded(part, indices, in_stack=in_stack) for part in expression.parts)
         return replace(expression, parts=parts)
-    parts = ()
+    written: list[Expression] = []
     for part in expression.parts:
         starred = [name for name in leaves(part) if "*" in name]
         if starred:
-            for index in indices(starred[0]):
-                parts += (renamed(part, lambda name, i=index: name.replace("*", str(i), 1)),)  # type: ignore[misc]  # noqa: B023
+            written += [_at(part, index) for index in indices(starred[0])]
         else:
-            parts += (expanded(part, indices),)
-    return replace(expression, parts=parts)
+            written.append(expanded(part, indices))
+    return replace(expression, parts=tuple(written))
+
+
+def _at(expression: Expression, index: int) -> Expression:
+    """Put an index in the place of the first star of each name."""
+    return renamed(expression, lambda name: name.replace("*", str(index), 1))
 
 
 def join(expression: Expression, tensors: Tensors) -> torch.Tensor:

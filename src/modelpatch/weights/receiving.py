@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from modelpatch.errors import WeightsError
-from modelpatch.weights.rules import Equation
+from modelpatch.weights.equations import Equation
 from modelpatch.weights.sites import LayoutSite
 
 
@@ -35,14 +35,13 @@ def receive(
         return
     made: dict[str, torch.Tensor] = {}
     for equation in layout.equations:
-        if equation.target == equation.source or not any(n in given for n in equation.sources):
+        if equation.is_kept or not any(n in given for n in equation.sources):
             continue
         sources = _completed(site, equation, given, prefix, missing)
         if sources is not None:
             shapes = {name: site.replacement[name].shape for name in equation.targets}
             made |= equation.forward(sources, shapes)
-    moved = [n for e in layout.equations if e.target != e.source for n in e.sources]
-    for name in (*moved, *layout.dropped):
+    for name in (*site.moved, *layout.dropped):
         state_dict.pop(prefix + name, None)
     state_dict.update({prefix + name: tensor for name, tensor in made.items()})
     for name in layout.created:
@@ -64,13 +63,7 @@ def _is_stock(site: LayoutSite, given: dict[str, torch.Tensor], prefix: str) -> 
         )
     if only_original or only_replacement:
         return bool(only_original)
-    shared = [
-        n
-        for e in (site.layout.equations if site.layout else ())
-        if e.target != e.source
-        for n in e.sources
-        if n in given and n in site.replacement
-    ]
+    shared = [name for name in site.moved if name in given and name in site.replacement]
     stock = all(given[n].shape == site.original[n].shape for n in shared)
     own = all(given[n].shape == site.replacement[n].shape for n in shared)
     if shared and stock and own:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelpatch._transformers import Conversions, operations, target_names
+from modelpatch.weights.equations import Equation, SiteLayout
 from modelpatch.weights.expressions import (
     Expression,
     Tensors,
@@ -19,7 +20,7 @@ from modelpatch.weights.expressions import (
     stack,
     transpose,
 )
-from modelpatch.weights.rules import Equation, SiteLayout, misfit
+from modelpatch.weights.trials import misfit
 
 
 def may_concern(conversions: Conversions, names: Sequence[str]) -> bool:

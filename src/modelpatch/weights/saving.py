@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 
 from modelpatch.errors import LayoutError
+from modelpatch.weights.equations import Equation
 from modelpatch.weights.expressions import Tensors
-from modelpatch.weights.rules import Equation, fingerprint, random_like, scales
 from modelpatch.weights.sites import LayoutSite
+from modelpatch.weights.trials import fingerprint, scaled, scales, shrunk
 
 Revert = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
@@ -37,7 +38,7 @@ def to_stock(
         (site, equation)
         for site in sites
         for equation in _present(site, rest)
-        if equation.source != equation.target
+        if not equation.is_kept
     ]
     movable = [
         (site, equation)
@@ -89,21 +90,10 @@ def _unconverted(
     small: dict[str, tuple[object, ...]] = {}
     stock: dict[str, torch.Tensor] = {}
     for site, equation in equations:
-        shapes = {name: site.replacement[name].shape for name in equation.targets}
-        dims = {dim for shape in shapes.values() for dim in shape}
-        scale = next(scales(dims))
-        targets = {
-            name: random_like(
-                torch.empty(
-                    [*map(scale, shape)], dtype=site.replacement[name].dtype, device="meta"
-                ),
-                len(small) + index,
-            )
-            for index, (name, shape) in enumerate(shapes.items())
-        }
-        originals = {
-            name: torch.Size(map(scale, site.original[name].shape)) for name in equation.sources
-        }
+        own = {name: site.replacement[name] for name in equation.targets}
+        scale = next(scales(dim for tensor in own.values() for dim in tensor.shape))
+        originals = {name: scaled(site.original[name].shape, scale) for name in equation.sources}
+        targets = shrunk(own, scale)
         try:
             sources = equation.backward(targets, originals)
         except (RuntimeError, ValueError, IndexError):

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from modelpatch.errors import LayoutError
-from modelpatch.weights.rules import SiteLayout, inverse_fault
+from modelpatch.weights.equations import SiteLayout
+from modelpatch.weights.trials import inverse_fault
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,12 +39,24 @@ class LayoutSite:
     allow_irreversible: bool = False
 
     def is_of_conversion(self, name: str) -> bool:
-        """Tell whether a converter that makes a tensor was registered for the replacement, and no layout says the same."""
+        """Tell whether a converter that makes it was registered for the replacement, and no layout says the same."""
         if not self.original:
             return False
         same = name in self.original and self.original[name].shape == self.replacement[name].shape
         written = self.layout is not None and any(name in e.targets for e in self.layout.equations)
         return not same and not written
+
+    @property
+    def moved(self) -> list[str]:
+        """Relative names of the original's tensors that the layout doesn't leave as they are."""
+        equations = self.layout.equations if self.layout else ()
+        return [name for e in equations if not e.is_kept for name in e.sources]
+
+    def without_file(self, name: str) -> str:
+        """Return what the ledger calls a tensor of the replacement that no file has."""
+        if self.layout and name in self.layout.created:
+            return "created"
+        return "initialised" if name in self.initialised else "missing"
 
     def full(self, name: str) -> str:
         """Return the name of a tensor in the model."""
@@ -82,9 +95,9 @@ def check_sites(sites: Sequence[LayoutSite]) -> None:
                 if reason := verdicts.get(case):
                     found.append(f"{reason}. To allow it: Patch(..., allow_irreversible=True)")
             if site.layout.dropped:
-                names = ", ".join(site.layout.dropped)
+                dropped = ", ".join(site.layout.dropped)
                 found.append(
-                    f"{names}: dropped, so that saving can't give it back. To allow it: Patch(..., allow_irreversible=True)"
+                    f"{dropped}: dropped, so that saving can't give it back. To allow it: Patch(..., allow_irreversible=True)"
                 )
         faults += [f"{site.path or '(root)'}, {site.title}: {fault}" for fault in found]
     if faults:
