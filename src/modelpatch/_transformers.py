@@ -444,6 +444,17 @@ def file_tensor(value: Any) -> torch.Tensor:
     return torch.empty(value.get_shape(), dtype=dtypes[value.get_dtype()], device="meta")
 
 
+def read_offloaded(model: Any, name: str) -> torch.Tensor:
+    """Return a tensor of a model that is on disk and `meta` in memory, mapped from its file.
+
+    Raises:
+        ValueError: It isn't on disk.
+    """
+    accelerate = import_module("transformers.integrations.accelerate")
+    tensor: torch.Tensor = accelerate.load_offloaded_parameter(model, name)
+    return tensor
+
+
 def not_ignored(model: Any, missing: set[str], unexpected: set[str]) -> tuple[set[str], set[str]]:
     """Return what is missing and unexpected by the rules of a model's family: it may ignore some of both."""
     info = SimpleNamespace(missing_keys=set(missing), unexpected_keys=set(unexpected))

@@ -100,6 +100,21 @@ _DEEPSEEK: Final = {
     "qk_rope_head_dim": 8,
     "v_head_dim": 8,
 }
+_NLLB: Final = {
+    "vocab_size": 100,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_sparse_step": 2,
+    "decoder_sparse_step": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "num_experts": 4,
+    "expert_capacity": 16,
+    "max_position_embeddings": 64,
+}
 _GPT_OSS: Final = {
     **_MOE,
     "num_local_experts": 8,
@@ -158,6 +173,8 @@ FAMILIES: Final[Mapping[str, Family]] = MappingProxyType(
         "llava": Family("LlavaConfig", "LlavaForConditionalGeneration", "image_text", _LLAVA),
         "deepseek_v3": Family("DeepseekV3Config", "DeepseekV3ForCausalLM", "text", _DEEPSEEK),
         "gpt_oss": Family("GptOssConfig", "GptOssForCausalLM", "text", _GPT_OSS),
+        "phi3": Family("Phi3Config", "Phi3ForCausalLM", "text", {**_DECODER, "pad_token_id": 0}),
+        "nllb-moe": Family("NllbMoeConfig", "NllbMoeForConditionalGeneration", "text_pair", _NLLB),
         "qwen2_vl": Family(
             "Qwen2VLConfig", "Qwen2VLForConditionalGeneration", "patches_text", _QWEN_VL
         ),

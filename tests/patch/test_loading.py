@@ -232,7 +232,7 @@ def test_tied_embeddings_stay_tied(tmp_path):
 
 
 def joined(operation):
-    return WeightConverter(["q_proj", "k_proj", "v_proj"], ["qkv_proj"], [operation])
+    return WeightConverter(["q_proj", "k_proj", "v_proj"], ["qkv_proj"], operations=[operation])
 
 
 def test_a_registered_concatenation_is_taken_back_to_the_original_row_counts(

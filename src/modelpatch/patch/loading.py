@@ -128,8 +128,20 @@ def revert(
     faults += _quantised_faults(model, found)
     if faults:
         raise LayoutError("Nothing was saved in the stock layout:", faults=faults)
+    moved = {
+        site.full(name)
+        for site in found
+        for equation in site.layout.equations  # type: ignore[union-attr]  # just seen
+        if not equation.is_kept
+        for name in equation.targets
+    }
+    # Newer versions read what is on disk before they come here, older ones after, under names that are the file's.
+    tensors = {
+        name: _transformers.read_offloaded(model, name) if t.is_meta and name in moved else t
+        for name, t in state_dict.items()
+    }
     return to_stock(
-        state_dict, found, lambda part: stock(model, part), only_moves=conversions.only_moves
+        tensors, found, lambda part: stock(model, part), only_moves=conversions.only_moves
     )
 
 

@@ -10,7 +10,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from modelpatch._transformers import Conversions, is_scalable, not_ignored, tied_names
+import torch
+
+from modelpatch._transformers import Conversions, file_tensor, is_scalable, not_ignored, tied_names
 from modelpatch.weights.equations import Equation, SiteLayout
 from modelpatch.weights.expressions import Tensors
 from modelpatch.weights.ledger import Ledger
@@ -80,7 +82,7 @@ def _place(plan: LoadPlan, stock: Tensors) -> tuple[list[Job], dict[str, str], d
     unplaced: dict[str, str] = {}
     for key in plan.files:
         name, converter, pattern = plan.conversions.place(key, stock)
-        if name in stock:
+        if name in stock and not (converter is None and _is_own(plan, key, name, stock[name])):
             uses.setdefault((name, id(converter)), (converter, []))[1].append((key, pattern))
             continue
         own, _, _ = plan.conversions.place(key, plan.targets, convert=False)
@@ -90,6 +92,14 @@ def _place(plan: LoadPlan, stock: Tensors) -> tuple[list[Job], dict[str, str], d
             unplaced[key] = name
     jobs = [Job(name, tuple(keys), converter) for (name, _), (converter, keys) in uses.items()]
     return jobs, as_saved, unplaced
+
+
+def _is_own(plan: LoadPlan, key: str, name: str, stock: torch.Tensor) -> bool:
+    """Tell by its shape that a tensor with one name in both layouts is in the replacement's."""
+    own = plan.targets.get(name)
+    if own is None or own.shape == stock.shape:
+        return False
+    return file_tensor(plan.files[key]).shape == own.shape
 
 
 def _made_by(
