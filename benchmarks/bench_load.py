@@ -1,0 +1,86 @@
+"""What a patched load of a large checkpoint takes: time and peak memory of the whole process, against the stock load."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from benchmarks.figures import Figure
+from benchmarks.paired import ratio_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+NUM_PAIRS = 7
+WORKER = Path(__file__).with_name("load_worker.py")
+CONFIG = Qwen3MoeConfig(
+    vocab_size=1000,
+    hidden_size=1024,
+    moe_intermediate_size=256,
+    num_hidden_layers=10,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    num_experts=64,
+)
+LAYER_BYTES = 2 * 3 * CONFIG.num_experts * CONFIG.hidden_size * CONFIG.moe_intermediate_size
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bfloat16 checkpoint of 1 GB with a key for each expert, as the hub has them."""
+    folder = tmp_path_factory.mktemp("qwen3_moe")
+    model = AutoModelForCausalLM.from_config(CONFIG, dtype=torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="250MB")
+    return folder
+
+
+def load(side: str, folder: Path) -> tuple[float, int]:
+    """Load in a fresh process; return seconds, and its peak memory in bytes."""
+    seconds, peak, experts = subprocess.run(
+        [sys.executable, str(WORKER), side, str(folder)],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONHASHSEED": "0"},
+    ).stdout.split()
+    assert (experts == "Qwen3MoeExperts") == (side == "stock")
+    return float(seconds), int(peak)
+
+
+@pytest.mark.parametrize(
+    ("side", "title"),
+    [
+        ("listed", "experts as a list of modules"),
+        ("turned", "experts as three transposed stacks"),
+    ],
+)
+def test_load(
+    record_figure: Callable[[Figure], None], checkpoint: Path, side: str, title: str
+) -> None:
+    load("stock", checkpoint)  # into the page cache
+    ours, theirs = [], []
+    for turn in range(NUM_PAIRS):
+        for name in ("stock", side)[:: 1 if turn % 2 else -1]:
+            (theirs if name == "stock" else ours).append(load(name, checkpoint))
+
+    ratio = ratio_of([(one[0], other[0]) for one, other in zip(ours, theirs, strict=True)])
+    peaks = [max(peak for _, peak in runs) / 1e6 for runs in (ours, theirs)]
+    name = f"load of a 1 GB Qwen3-MoE checkpoint, {title}"
+    record_figure(
+        Figure(f"{name}: time, against stock", "at most 1.10", str(ratio), ratio.low <= 1.10)
+    )
+    record_figure(
+        Figure(
+            f"{name}: peak memory of the process",
+            f"at most stock plus one layer ({LAYER_BYTES / 1e6:.0f} MB)",
+            f"{peaks[0]:.0f} MB, stock {peaks[1]:.0f} MB",
+            peaks[0] <= peaks[1] + LAYER_BYTES / 1e6,
+        )
+    )
