@@ -1,4 +1,4 @@
-"""What a patched load of a large checkpoint takes: time and peak memory of the whole process, against the stock load."""
+"""What a patched load of a large checkpoint takes: time and the process's peak memory, against the stock load."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From a stock file into a patched model and back: the file comes out as it went in, and the model computes the same."""
+"""From a stock file into a patched model and back: it comes out as it went in, and the model computes the same."""
 
 from __future__ import annotations
 
