@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import pytest
@@ -129,13 +130,12 @@ class TurnedStacks(nn.Module):
         self.up = nn.Parameter(torch.zeros(num_experts, hidden, intermediate))
         self.down = nn.Parameter(torch.zeros(num_experts, intermediate, hidden))
 
+    def expert(self, i, x):
+        return (nn.functional.silu(x @ self.gate[i]) * (x @ self.up[i])) @ self.down[i]
+
     def forward(self, hidden_states, top_k_index, top_k_weights):
-        x = nn.functional.silu(hidden_states @ self.gate) * (hidden_states @ self.up)
-        each = (x @ self.down).unbind()
-        shares = [
-            (top_k_weights * (top_k_index == i)).sum(-1, keepdim=True) for i in range(len(each))
-        ]
-        return sum(share * one for share, one in zip(shares, each, strict=True))
+        experts = [partial(self.expert, i) for i in range(len(self.gate))]
+        return mixed(experts, hidden_states, top_k_index, top_k_weights)
 
 
 class StackedNllbExperts(nn.Module):
@@ -371,11 +371,12 @@ def test_load_state_dict_takes_the_stock_models_tensors_and_the_models_own(case)
     with patched(case.patch):
         model = tiny_model(case.family, **case.fields)
 
-    for source in (stock.state_dict(), None):
-        own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    source = stock.state_dict()
+    for _ in ("the stock model's", "its own"):
         for parameter in model.parameters():
             parameter.data.zero_()
-        model.load_state_dict(own if source is None else source)
+        model.load_state_dict(source)
+        source = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         torch.testing.assert_close(logits(model), logits(stock), rtol=1e-5, atol=1e-5)
 
 

@@ -128,20 +128,13 @@ def revert(
     faults += _quantised_faults(model, found)
     if faults:
         raise LayoutError("Nothing was saved in the stock layout:", faults=faults)
-    moved = {
-        site.full(name)
-        for site in found
-        for equation in site.layout.equations  # type: ignore[union-attr]  # just seen
-        if not equation.is_kept
-        for name in equation.targets
-    }
-    # Newer versions read what is on disk before they come here, older ones after, under names that are the file's.
-    tensors = {
-        name: _transformers.read_offloaded(model, name) if t.is_meta and name in moved else t
-        for name, t in state_dict.items()
-    }
     return to_stock(
-        tensors, found, lambda part: stock(model, part), only_moves=conversions.only_moves
+        state_dict,
+        found,
+        lambda part: stock(model, part),
+        only_moves=conversions.only_moves,
+        # Transformers up to 5.12 or later reads what is on disk afterwards, by names that are the file's by then.
+        read=lambda name: _transformers.read_offloaded(model, name),
     )
 
 

@@ -21,6 +21,7 @@ def to_stock(
     revert: Revert,
     *,
     only_moves: Callable[[str], bool],
+    read: Callable[[str], torch.Tensor],
 ) -> dict[str, torch.Tensor]:
     """Give tensors of a patched model the names and shapes that the stock model's file has.
 
@@ -29,6 +30,7 @@ def to_stock(
         sites: The replaced modules with a layout.
         revert: What Transformers does to get from the stock model's tensors to the file's.
         only_moves: Tells whether that does the same to a tensor of this name whatever its size.
+        read: Returns a tensor that is on `meta` here, because it is offloaded to disk.
 
     Raises:
         LayoutError: A layout has no way back, or the tensors hold a part only of what it needs.
@@ -49,7 +51,8 @@ def to_stock(
     done: dict[str, torch.Tensor] = {}
     stock: dict[str, torch.Tensor] = {}
     for site, equation in equations:
-        targets = {name: rest.pop(site.full(name)) for name in equation.targets}
+        taken = {name: (site.full(name), rest.pop(site.full(name))) for name in equation.targets}
+        targets = {name: read(full) if t.is_meta else t for name, (full, t) in taken.items()}
         names = [unconverted.get(site.full(name)) for name in targets]
         if None not in names:
             done |= dict(zip(names, targets.values(), strict=True))  # type: ignore[arg-type]  # just seen
