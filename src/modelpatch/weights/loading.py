@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 
-from modelpatch._transformers import Conversions, file_tensor, is_scalable, not_ignored, tied_names
+from modelpatch._transformers import Conversions, file_tensor, not_ignored, tied_names
 from modelpatch.weights.equations import Equation, SiteLayout
 from modelpatch.weights.expressions import Tensors
 from modelpatch.weights.ledger import Ledger
+from modelpatch.weights.mosaic import pieced, source
 from modelpatch.weights.plan import AS_IT_IS, Group, Job, LoadPlan
 from modelpatch.weights.sites import LayoutSite
-from modelpatch.weights.trials import fingerprint, scaled, scales, shrunk
+from modelpatch.weights.trials import fingerprint, scales, shrunk
 
 
 def plan_load(
@@ -211,7 +212,7 @@ def _settle(plan: LoadPlan, group: Group) -> None:
     for name in targets:
         plan.enter(name, "missing")
     try:
-        found = group.stock(empty, plan.conversions)
+        found = group.stock(pieced(empty), plan.conversions)
     except Exception as error:  # noqa: BLE001  # whatever a converter does with what a file holds
         plan.complain(site, f"{targets[0]}: {group.jobs[0].operation} failed: {error}")
         return
@@ -221,8 +222,8 @@ def _settle(plan: LoadPlan, group: Group) -> None:
     ]
     if not all(fits):
         return
-    if whole := _unconverted(group, empty, plan.conversions):
-        for name, key in whole.items():
+    if unmoved := _unconverted(group.fill(found), empty):
+        for name, key in unmoved.items():
             plan.take(key, site.full(name), "rename")
         return
     plan.groups[targets[0]] = group
@@ -236,29 +237,15 @@ def _settle(plan: LoadPlan, group: Group) -> None:
             plan.enter(site.full(name), operation, tuple(k for job in used for k, _ in job.keys))
 
 
-def _unconverted(group: Group, empty: Tensors, conversions: Conversions) -> dict[str, str] | None:
-    """Return the key for each target of a group if each tensor comes out as it went in, or None.
+def _unconverted(made: Tensors, empty: Tensors) -> dict[str, str] | None:
+    """Return the key of each tensor if each comes out as it went in, or None.
 
-    A converter may stack what the layout takes apart again. Seen on small random tensors; only for converters that
-    treat small tensors as they treat large ones.
+    A converter may stack what the layout takes apart again.
     """
-    converters = [job.converter for job in group.jobs if job.converter is not None]
-    if not converters or not all(map(is_scalable, converters)):
-        return None
-    shapes = {name: group.site.replacement[name].shape for name in group.targets}
-    scale = next(
-        scales(d for s in (*shapes.values(), *(t.shape for t in empty.values())) for d in s)
-    )
-    small = shrunk(empty, scale)
-    try:
-        made = group.fill(small, conversions, {n: scaled(s, scale) for n, s in shapes.items()})
-    except (RuntimeError, ValueError, IndexError):
-        return None
-    by_value = {fingerprint(tensor): key for key, tensor in small.items()}
-    found = {name: by_value.get(fingerprint(tensor)) for name, tensor in made.items()}
-    whole = {name: key for name, key in found.items() if key is not None}
-    is_whole = len({*whole.values()}) == len(found) == len(small) == len(by_value)
-    return whole if is_whole else None
+    key_of = {id(tensor): key for key, tensor in empty.items()}
+    found = {name: key_of.get(id(source(tensor))) for name, tensor in made.items()}
+    unmoved = {name: key for name, key in found.items() if key is not None}
+    return unmoved if len(unmoved) == len(found) == len(empty) else None
 
 
 # --- what is left to Transformers -------------------------------------------------------------------------------------

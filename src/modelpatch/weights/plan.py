@@ -12,6 +12,7 @@ from modelpatch._transformers import Conversions, converter_text, file_tensor, t
 from modelpatch.weights.equations import Equation
 from modelpatch.weights.expressions import Tensors
 from modelpatch.weights.ledger import Entry
+from modelpatch.weights.mosaic import pieced, whole
 from modelpatch.weights.sites import LayoutSite
 
 AS_IT_IS = "as it is"
@@ -77,16 +78,9 @@ class Group:
         made = [job.run(tensors, conversions) for job in self.jobs]
         return {self.site.local(n): t for one in made for n, t in one.items()}
 
-    def fill(
-        self,
-        tensors: Tensors,
-        conversions: Conversions,
-        shapes: Mapping[str, torch.Size] | None = None,
-    ) -> dict[str, torch.Tensor]:
-        """Return the replacement's tensors by relative name, as views where possible."""
-        if shapes is None:
-            shapes = {name: self.site.replacement[name].shape for name in self.targets}
-        originals = self.stock(tensors, conversions)
+    def fill(self, originals: Tensors) -> dict[str, torch.Tensor]:
+        """Return the replacement's tensors by relative name, from the original's."""
+        shapes = {name: self.site.replacement[name].shape for name in self.targets}
         made: dict[str, torch.Tensor] = {}
         for equation in self.equations:
             made |= equation.forward(originals, shapes)
@@ -178,8 +172,8 @@ class LoadPlan:
         if group is None:
             (tensor,) = tensors.values()
             return {first_target: tensor}
-        made = group.fill(tensors, self.conversions)
-        return {group.site.full(name): _owned(tensor) for name, tensor in made.items()}
+        made = group.fill(group.stock(pieced(tensors), self.conversions))
+        return {group.site.full(name): _owned(whole(tensor)) for name, tensor in made.items()}
 
 
 def _owned(tensor: torch.Tensor) -> torch.Tensor:
