@@ -12,6 +12,7 @@ import functools
 import re
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from importlib import import_module
@@ -400,7 +401,10 @@ def carried(
             return made
 
         def __deepcopy__(self, memo: dict[int, Any]) -> Carrier:
-            return Carrier()
+            """Return one without tensors. Transformers asks for one with each key, so it has to be cheap."""
+            fresh = copy.copy(self)
+            fresh.collected_tensors, fresh.layer_targets = {}, defaultdict(set)
+            return fresh
 
     mapping = [Carrier(), *(load_config.weight_mapping or [])]
     return dataclasses.replace(load_config, weight_mapping=mapping)

@@ -6,7 +6,7 @@ from itertools import count
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from modelpatch.weights.mosaic import Mosaic, pieced, source, whole
@@ -33,7 +33,6 @@ def programmes(draw: st.DrawFn) -> list[tuple[str, int, int]]:
     return draw(st.lists(step, min_size=1, max_size=6))
     
 
-@settings(deadline=None)
 @given(programmes(), st.lists(st.integers(1, 4), min_size=2, max_size=3))
 def test_a_mosaic_has_the_values_shape_and_dtype_that_torch_gives(programme, shape):
     plain = torch.randn(shape)

@@ -8,7 +8,7 @@ Pure, on any device: on `meta` nothing but shapes is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import ClassVar
@@ -45,8 +45,8 @@ class Joined:
         """Join one tensor for each part."""
         raise NotImplementedError
 
-    def part(self, tensor: torch.Tensor, shapes: Sequence[torch.Size], /) -> Sequence[torch.Tensor]:
-        """Undo `join`, given the shapes of the parts; views where possible."""
+    def part(self, tensor: torch.Tensor, shapes: Iterable[torch.Size], /) -> Sequence[torch.Tensor]:
+        """Undo `join`, given the shapes of the parts, computed when asked for; views where possible."""
         raise NotImplementedError
 
     def _options(self) -> str:
@@ -77,7 +77,7 @@ class _Fuse(_AlongDim):
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.cat(list(tensors), dim=self.dim)
 
-    def part(self, tensor: torch.Tensor, shapes: Sequence[torch.Size], /) -> Sequence[torch.Tensor]:
+    def part(self, tensor: torch.Tensor, shapes: Iterable[torch.Size], /) -> Sequence[torch.Tensor]:
         return torch.split(tensor, [shape[self.dim] for shape in shapes], dim=self.dim)
 
 
@@ -89,7 +89,7 @@ class _Stack(_AlongDim):
         return torch.stack(list(tensors), dim=self.dim)
 
     def part(
-        self, tensor: torch.Tensor, _shapes: Sequence[torch.Size], /
+        self, tensor: torch.Tensor, _shapes: Iterable[torch.Size], /
     ) -> Sequence[torch.Tensor]:
         return tensor.unbind(self.dim)
 
@@ -102,9 +102,11 @@ class _Interleave(_AlongDim):
         dim = self.dim % tensors[0].ndim
         return torch.stack(list(tensors), dim=dim + 1).flatten(dim, dim + 1)
 
-    def part(self, tensor: torch.Tensor, shapes: Sequence[torch.Size], /) -> Sequence[torch.Tensor]:
+    def part(
+        self, tensor: torch.Tensor, _shapes: Iterable[torch.Size], /
+    ) -> Sequence[torch.Tensor]:
         dim = self.dim % tensor.ndim
-        return torch.unflatten(tensor, dim, (-1, len(shapes))).unbind(dim + 1)
+        return torch.unflatten(tensor, dim, (-1, len(self.parts))).unbind(dim + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,7 @@ class _Transpose(Joined):
         return tensors[0].transpose(self.dim0, self.dim1)
 
     def part(
-        self, tensor: torch.Tensor, _shapes: Sequence[torch.Size], /
+        self, tensor: torch.Tensor, _shapes: Iterable[torch.Size], /
     ) -> Sequence[torch.Tensor]:
         return (tensor.transpose(self.dim0, self.dim1),)
 
@@ -134,8 +136,8 @@ class _Flatten(Joined):
     def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return tensors[0].flatten(self.start_dim, self.end_dim)
 
-    def part(self, tensor: torch.Tensor, shapes: Sequence[torch.Size], /) -> Sequence[torch.Tensor]:
-        return (tensor.reshape(shapes[0]),)
+    def part(self, tensor: torch.Tensor, shapes: Iterable[torch.Size], /) -> Sequence[torch.Tensor]:
+        return (tensor.reshape(next(iter(shapes))),)
 
     def _options(self) -> str:
         return f", {self.start_dim}, {self.end_dim}"
@@ -151,7 +153,7 @@ class _Converted(Joined):
         return self.forward(tensors[0])
 
     def part(
-        self, tensor: torch.Tensor, _shapes: Sequence[torch.Size], /
+        self, tensor: torch.Tensor, _shapes: Iterable[torch.Size], /
     ) -> Sequence[torch.Tensor]:
         if self.inverse is None:
             raise ValueError(f"{self} has no inverse")
@@ -318,8 +320,7 @@ def part(
     """
     if isinstance(expression, str):
         return {expression: tensor}
-    within = [_shape(inner, shapes) for inner in expression.parts]
-    pieces = expression.part(tensor, within)
+    pieces = expression.part(tensor, (_shape(inner, shapes) for inner in expression.parts))
     if len(pieces) != len(expression.parts):
         raise ValueError(
             f"{expression} has {len(expression.parts)} parts, the tensor {tuple(tensor.shape)} {len(pieces)}"

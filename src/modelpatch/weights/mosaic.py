@@ -8,8 +8,8 @@ went in is found to do so.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -33,13 +33,9 @@ class Piece:
     tensor: torch.Tensor
     source: torch.Tensor
 
-    def is_all_of(self, whole: torch.Tensor) -> bool:
-        """Tell whether it has shape and dtype of a mosaic, and so is all of it."""
-        return self.tensor.shape == whole.shape and self.tensor.dtype == whole.dtype
-
 
 class Mosaic(torch.Tensor):
-    """A tensor that lies in pieces of others.
+    """A tensor that lies in pieces of others, contiguous by its strides.
 
     What only moves pieces gives mosaics; for any other operation it is put together. It can't be written to.
     """
@@ -47,10 +43,10 @@ class Mosaic(torch.Tensor):
     pieces: tuple[Piece, ...]
 
     @staticmethod
-    def __new__(cls, like: torch.Tensor, device: torch.device, pieces: Iterable[Piece]) -> Mosaic:
-        """Return a tensor of pieces on `device`, with the shape and dtype of `like`."""
+    def __new__(cls, shape: Sequence[int], pieces: Iterable[Piece], like: torch.Tensor) -> Mosaic:
+        """Return a tensor of pieces, with the dtype and device of `like`."""
         self: Mosaic = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # not in its stubs
-            cls, like.shape, dtype=like.dtype, device=device
+            cls, shape, dtype=like.dtype, device=like.device
         )
         self.pieces = tuple(pieces)
         return self
@@ -65,26 +61,17 @@ class Mosaic(torch.Tensor):
     ) -> Any:
         """Run an operation of torch, of which one argument at least is a mosaic."""
         rule = None if kwargs else _RULES.get(function)
-        if rule is None:
-            _refuse_writing(function, args)
-            plain_args, plain_kwargs = tree_map_only(Mosaic, _plain, (args, dict(kwargs or {})))
-            return function(*plain_args, **plain_kwargs)
-        made = function(*tree_map_only(torch.Tensor, _empty, args))  # shapes, and torch's own errors
-        outputs = [made] if isinstance(made, torch.Tensor) else made
-        device = next(_tensors(args)).device
-        mosaics = [
-            cls(like, device, pieces)
-            for like, pieces in zip(outputs, rule(outputs, *args), strict=True)
-        ]
-        return mosaics[0] if isinstance(made, torch.Tensor) else mosaics
+        made = rule(*args) if rule else None
+        if made is not None:
+            return made
+        _refuse_writing(function, args)
+        plain_args, plain_kwargs = tree_map_only(Mosaic, _plain, (args, dict(kwargs or {})))
+        return function(*plain_args, **plain_kwargs)
 
 
 def pieced(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors as mosaics of one piece each."""
-    return {
-        name: Mosaic(tensor, tensor.device, _pieces(tensor.detach(), tensor))
-        for name, tensor in tensors.items()
-    }
+    return {name: _mosaic(tensor) for name, tensor in tensors.items()}
 
 
 def source(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -92,155 +79,145 @@ def source(tensor: torch.Tensor) -> torch.Tensor | None:
     if not isinstance(tensor, Mosaic) or len(tensor.pieces) != 1:
         return None
     (piece,) = tensor.pieces
-    found, view = piece.source, piece.tensor
-    unmoved = found.stride() == view.stride() and found.storage_offset() == view.storage_offset()
-    return found if unmoved and piece.is_all_of(tensor) and piece.is_all_of(found) else None
+    view, found = piece.tensor, piece.source
+    unmoved = view.shape == found.shape and view.stride() == found.stride()
+    return found if unmoved and tensor.shape == found.shape else None
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Put a mosaic together: a view where it is one piece, otherwise a copy. Any other tensor stays as it is."""
     if not isinstance(tensor, Mosaic):
         return tensor
-    if len(tensor.pieces) == 1 and tensor.pieces[0].is_all_of(tensor):
+    if len(tensor.pieces) == 1:
         return tensor.pieces[0].tensor
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     for piece in tensor.pieces:
-        box = tuple(map(slice, piece.start, map(sum, zip(piece.start, piece.tensor.shape, strict=True))))
-        made[box].copy_(piece.tensor)
+        box = made
+        for dim, (start, size) in enumerate(zip(piece.start, piece.tensor.shape, strict=True)):
+            box = box.narrow(dim, start, size)
+        box.copy_(piece.tensor)
     return made
 
 
 def _plain(mosaic: Mosaic) -> torch.Tensor:
-    return whole(mosaic).contiguous()  # as mosaics say that they are
+    return whole(mosaic).contiguous()
 
 
 def _refuse_writing(function: Any, args: Sequence[Any]) -> None:
     for given, parameter in zip(args, function._schema.arguments, strict=False):
         written = parameter.alias_info is not None and parameter.alias_info.is_write
         if written and isinstance(given, Mosaic):
-            raise NotImplementedError(f"{function} writes to a tensor of a file; let it write to a copy")
-
-
-def _empty(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, (list, tuple)):
-            yield from _tensors(value)
-
-
-# --- rules: from the outputs, empty, and the arguments of an operation to the pieces of each output ------------------
-
-Rule = Callable[..., Iterable[Iterable[Piece]]]
-
-
-def _pieces(tensor: torch.Tensor, source: torch.Tensor | None = None) -> Sequence[Piece]:
-    if isinstance(tensor, Mosaic):
-        return tensor.pieces
-    return (Piece((0,) * tensor.dim(), tensor, tensor if source is None else source),)
-
-
-def _cat(
-    outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], dim: int = 0
-) -> list[list[Piece]]:
-    dim %= outputs[0].dim()
-    ends = accumulate((tensor.shape[dim] for tensor in tensors), initial=0)
-    return [
-        [
-            replace(piece, start=_with(piece.start, dim, piece.start[dim] + begin))
-            for begin, tensor in zip(ends, tensors, strict=False)  # the last end begins nothing
-            for piece in _pieces(tensor)
-        ]
-    ]
-
-
-def _stack(
-    outputs: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], dim: int = 0
-) -> list[list[Piece]]:
-    dim %= outputs[0].dim()
-    return [
-        [
-            Piece(
-                (*piece.start[:dim], index, *piece.start[dim:]),
-                piece.tensor.unsqueeze(dim),
-                piece.source,
+            raise NotImplementedError(
+                f"{function} writes to a tensor of a file; let it write to a copy"
             )
-            for index, tensor in enumerate(tensors)
-            for piece in _pieces(tensor)
-        ]
+
+
+# --- rules: what an operation does with pieces, or None where torch has to do it -------------------------------------
+
+
+def _stack(tensors: Sequence[torch.Tensor], dim: int = 0) -> Mosaic | None:
+    dim = range(tensors[0].dim() + 1)[dim]
+    return _cat([_unsqueezed(_mosaic(tensor), dim) for tensor in tensors], dim)
+
+
+def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Mosaic | None:
+    first = tensors[0]
+    dim = range(first.dim())[dim]
+    if len({(t.dtype, t.device, _with(t.shape, dim)) for t in tensors}) > 1:
+        return None  # torch casts it, or refuses to
+    *starts, size = accumulate((tensor.shape[dim] for tensor in tensors), initial=0)
+    pieces = [
+        Piece(_with(piece.start, dim, piece.start[dim] + start), piece.tensor, piece.source)
+        for start, tensor in zip(starts, tensors, strict=True)
+        for piece in _mosaic(tensor).pieces
     ]
+    return Mosaic(_with(first.shape, dim, size), pieces, first)
 
 
-def _split(
-    outputs: Sequence[torch.Tensor], tensor: torch.Tensor, _sizes: object, dim: int = 0
-) -> list[list[Piece]]:
-    dim %= tensor.dim()
-    return _cut(tensor, dim, [output.shape[dim] for output in outputs])
+def _split(tensor: Mosaic, size: int, dim: int = 0) -> list[Mosaic] | None:
+    length = tensor.shape[dim]
+    sizes = [min(size, length - start) for start in range(0, length, size or 1)]
+    return _split_with_sizes(tensor, sizes, dim)
 
 
-def _unbind(_: Sequence[torch.Tensor], tensor: torch.Tensor, dim: int = 0) -> list[list[Piece]]:
-    dim %= tensor.dim()
+def _split_with_sizes(tensor: Mosaic, sizes: Sequence[int], dim: int = 0) -> list[Mosaic] | None:
+    dim = range(tensor.dim())[dim]
+    if sum(sizes) != tensor.shape[dim] or min(sizes, default=0) < 1:
+        return None
+    ends = list(accumulate(sizes))
+    parts: list[list[Piece]] = [[] for _ in sizes]
+    for piece in tensor.pieces:
+        begin = piece.start[dim]
+        end = begin + piece.tensor.shape[dim]
+        # By bisection: stacks of hundreds of experts are cut into as many.
+        for index in range(bisect_right(ends, begin), bisect_right(ends, end - 1) + 1):
+            first = ends[index] - sizes[index]
+            low, high = max(begin, first), min(end, ends[index])
+            part = piece.tensor.narrow(dim, low - begin, high - low)
+            parts[index].append(Piece(_with(piece.start, dim, low - first), part, piece.source))
     return [
-        [_squeezed(piece, dim) for piece in pieces]
-        for pieces in _cut(tensor, dim, [1] * tensor.shape[dim])
+        Mosaic(_with(tensor.shape, dim, size), pieces, tensor)
+        for size, pieces in zip(sizes, parts, strict=True)
     ]
 
 
-def _squeeze(_: Sequence[torch.Tensor], tensor: torch.Tensor, dim: int) -> list[Sequence[Piece]]:
-    dim %= tensor.dim()
-    pieces = _pieces(tensor)
-    return [pieces if tensor.shape[dim] != 1 else [_squeezed(piece, dim) for piece in pieces]]
+def _unbind(tensor: Mosaic, dim: int = 0) -> list[Mosaic] | None:
+    slices = _split(tensor, 1, dim)
+    return slices and [_squeeze(one, dim) for one in slices]
 
 
-def _transpose(
-    _: Sequence[torch.Tensor], tensor: torch.Tensor, dim0: int, dim1: int
-) -> list[list[Piece]]:
+def _unsqueezed(tensor: Mosaic, dim: int) -> Mosaic:
+    def inserted(values: Sequence[int], value: int) -> tuple[int, ...]:
+        return (*values[:dim], value, *values[dim:])
+
+    pieces = [
+        Piece(inserted(piece.start, 0), piece.tensor.unsqueeze(dim), piece.source)
+        for piece in tensor.pieces
+    ]
+    return Mosaic(inserted(tensor.shape, 1), pieces, tensor)
+
+
+def _squeeze(tensor: Mosaic, dim: int) -> Mosaic:
+    dim = range(tensor.dim())[dim]
+    return _permuted(tensor, [d for d in range(tensor.dim()) if d != dim or tensor.shape[d] != 1])
+
+
+def _transpose(tensor: Mosaic, dim0: int, dim1: int) -> Mosaic:
     order = list(range(tensor.dim()))
     order[dim0], order[dim1] = order[dim1], order[dim0]
-    return [
-        [
-            Piece(tuple(piece.start[dim] for dim in order), piece.tensor.permute(order), piece.source)
-            for piece in _pieces(tensor)
-        ]
-    ]
+    return _permuted(tensor, order)
 
 
-_RULES: dict[Any, Rule] = {
+_RULES: dict[Any, Callable[..., Any]] = {
     _aten.cat.default: _cat,
     _aten.stack.default: _stack,
     _aten.split.Tensor: _split,
-    _aten.split_with_sizes.default: _split,
+    _aten.split_with_sizes.default: _split_with_sizes,
     _aten.unbind.int: _unbind,
     _aten.squeeze.dim: _squeeze,
     _aten.transpose.int: _transpose,
 }
 
 
-def _cut(tensor: torch.Tensor, dim: int, sizes: Sequence[int]) -> list[list[Piece]]:
-    """Cut along `dim` into parts of some sizes."""
-    ends = list(accumulate(sizes))
-    parts: list[list[Piece]] = [[] for _ in sizes]
-    for piece in _pieces(tensor):
-        begin = piece.start[dim]
-        end = begin + piece.tensor.shape[dim]
-        for index in range(bisect_right(ends, begin), len(ends)):
-            first = ends[index] - sizes[index]
-            if first >= end:
-                break
-            low, high = max(begin, first), min(end, ends[index])
-            part = piece.tensor.narrow(dim, low - begin, high - low)
-            parts[index].append(Piece(_with(piece.start, dim, low - first), part, piece.source))
-    return parts
+def _mosaic(tensor: torch.Tensor) -> Mosaic:
+    if isinstance(tensor, Mosaic):
+        return tensor
+    return Mosaic(tensor.shape, [Piece((0,) * tensor.dim(), tensor.detach(), tensor)], tensor)
 
 
-def _squeezed(piece: Piece, dim: int) -> Piece:
-    start = piece.start[:dim] + piece.start[dim + 1 :]
-    return Piece(start, piece.tensor.squeeze(dim), piece.source)
+def _permuted(tensor: Mosaic, order: Sequence[int]) -> Mosaic:
+    """Return a mosaic with its dimensions in another order; one that is left out has the size 1."""
+    left_out = [dim for dim in range(tensor.dim()) if dim not in order]
+    pieces = [
+        Piece(
+            tuple(piece.start[dim] for dim in order),
+            piece.tensor.permute(*left_out, *order)[(0,) * len(left_out)],
+            piece.source,
+        )
+        for piece in tensor.pieces
+    ]
+    return Mosaic([tensor.shape[dim] for dim in order], pieces, tensor)
 
 
-def _with(start: tuple[int, ...], dim: int, value: int) -> tuple[int, ...]:
-    return (*start[:dim], value, *start[dim + 1 :])
+def _with(values: Sequence[int], dim: int, value: int = 0) -> tuple[int, ...]:
+    return (*values[:dim], value, *values[dim + 1 :])
