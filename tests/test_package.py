@@ -20,6 +20,7 @@ ARROWS = {
     "weights.expressions": {"errors"},
     "weights.equations": {"weights.expressions"},
     "weights.trials": {"weights.equations", "weights.expressions"},
+    "weights.mosaic": set(),
     "weights.layout": {
         "errors",
         "weights.equations",
@@ -39,6 +40,7 @@ ARROWS = {
         "weights.equations",
         "weights.expressions",
         "weights.ledger",
+        "weights.mosaic",
         "weights.sites",
     },
     "weights.loading": {
@@ -46,6 +48,7 @@ ARROWS = {
         "weights.equations",
         "weights.expressions",
         "weights.ledger",
+        "weights.mosaic",
         "weights.plan",
         "weights.sites",
         "weights.trials",
@@ -54,8 +57,8 @@ ARROWS = {
         "errors",
         "weights.equations",
         "weights.expressions",
+        "weights.mosaic",
         "weights.sites",
-        "weights.trials",
     },
     "weights.receiving": {"errors", "weights.equations", "weights.sites"},
     "patch.rules": {"errors", "weights.layout"},

@@ -269,20 +269,6 @@ class Conversions:
             for tensor in self.run(reverse, first, tensors).values()
         ]
 
-    def only_moves(self, name: str) -> bool:
-        """Tell whether taking a tensor of the model back to the file only moves slices of it."""
-        for converter in self.converters:
-            if not is_scalable(converter):
-                try:
-                    _, pattern = converter.reverse_transform().rename_source_key(name)
-                except (
-                    NotImplementedError
-                ):  # it has no way back, and says so when it is asked for one
-                    continue
-                if pattern is not None:
-                    return False
-        return True
-
     def run(
         self, converter: Any, name: str, tensors: Mapping[str, list[torch.Tensor]]
     ) -> dict[str, torch.Tensor]:
@@ -334,17 +320,6 @@ def operations(converter: Any) -> list[tuple[str, int, int]] | None:
         else:
             return None
     return found
-
-
-def is_scalable(converter: Any) -> bool:
-    """Tell whether a converter treats small tensors as it treats large ones: its operations only move slices."""
-    loading = import_module("transformers.core_model_loading")
-    movers = [loading.Chunk, loading.Concatenate, loading.MergeModulelist, loading.SplitModulelist]
-    return all(
-        type(one) in movers
-        or (type(one) is loading.Transpose and not getattr(one, "check_dims", False))
-        for one in converter.operations
-    )
 
 
 def carried(

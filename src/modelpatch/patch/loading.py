@@ -132,7 +132,6 @@ def revert(
         state_dict,
         found,
         lambda part: stock(model, part),
-        only_moves=conversions.only_moves,
         # Transformers up to 5.12 or later reads what is on disk afterwards, by names that are the file's by then.
         read=lambda name: _transformers.read_offloaded(model, name),
     )

@@ -42,15 +42,6 @@ class Mosaic(torch.Tensor):
 
     pieces: tuple[Piece, ...]
 
-    @staticmethod
-    def __new__(cls, shape: Sequence[int], pieces: Iterable[Piece], like: torch.Tensor) -> Mosaic:
-        """Return a tensor of pieces, with the dtype and device of `like`."""
-        self: Mosaic = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # not in its stubs
-            cls, shape, dtype=like.dtype, device=like.device
-        )
-        self.pieces = tuple(pieces)
-        return self
-
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # as torch calls it
         cls,
@@ -104,7 +95,7 @@ def _plain(mosaic: Mosaic) -> torch.Tensor:
 
 
 def _refuse_writing(function: Any, args: Sequence[Any]) -> None:
-    for given, parameter in zip(args, function._schema.arguments, strict=False):
+    for given, parameter in zip(args, function._schema.arguments, strict=False):  # noqa: SLF001  # nor is it public elsewhere
         written = parameter.alias_info is not None and parameter.alias_info.is_write
         if written and isinstance(given, Mosaic):
             raise NotImplementedError(
@@ -131,7 +122,7 @@ def _cat(tensors: Sequence[torch.Tensor], dim: int = 0) -> Mosaic | None:
         for start, tensor in zip(starts, tensors, strict=True)
         for piece in _mosaic(tensor).pieces
     ]
-    return Mosaic(_with(first.shape, dim, size), pieces, first)
+    return _joined(_with(first.shape, dim, size), pieces, first)
 
 
 def _split(tensor: Mosaic, size: int, dim: int = 0) -> list[Mosaic] | None:
@@ -156,7 +147,7 @@ def _split_with_sizes(tensor: Mosaic, sizes: Sequence[int], dim: int = 0) -> lis
             part = piece.tensor.narrow(dim, low - begin, high - low)
             parts[index].append(Piece(_with(piece.start, dim, low - first), part, piece.source))
     return [
-        Mosaic(_with(tensor.shape, dim, size), pieces, tensor)
+        _joined(_with(tensor.shape, dim, size), pieces, tensor)
         for size, pieces in zip(sizes, parts, strict=True)
     ]
 
@@ -174,7 +165,7 @@ def _unsqueezed(tensor: Mosaic, dim: int) -> Mosaic:
         Piece(inserted(piece.start, 0), piece.tensor.unsqueeze(dim), piece.source)
         for piece in tensor.pieces
     ]
-    return Mosaic(inserted(tensor.shape, 1), pieces, tensor)
+    return _joined(inserted(tensor.shape, 1), pieces, tensor)
 
 
 def _squeeze(tensor: Mosaic, dim: int) -> Mosaic:
@@ -199,10 +190,19 @@ _RULES: dict[Any, Callable[..., Any]] = {
 }
 
 
+def _joined(shape: Sequence[int], pieces: Iterable[Piece], like: torch.Tensor) -> Mosaic:
+    """Return a tensor of pieces, with the dtype and device of `like`."""
+    mosaic: Mosaic = torch.Tensor._make_wrapper_subclass(  # noqa: SLF001  # torch's only way
+        Mosaic, shape, dtype=like.dtype, device=like.device
+    )
+    mosaic.pieces = tuple(pieces)
+    return mosaic
+
+
 def _mosaic(tensor: torch.Tensor) -> Mosaic:
     if isinstance(tensor, Mosaic):
         return tensor
-    return Mosaic(tensor.shape, [Piece((0,) * tensor.dim(), tensor.detach(), tensor)], tensor)
+    return _joined(tensor.shape, [Piece((0,) * tensor.dim(), tensor.detach(), tensor)], tensor)
 
 
 def _permuted(tensor: Mosaic, order: Sequence[int]) -> Mosaic:
@@ -216,7 +216,7 @@ def _permuted(tensor: Mosaic, order: Sequence[int]) -> Mosaic:
         )
         for piece in tensor.pieces
     ]
-    return Mosaic([tensor.shape[dim] for dim in order], pieces, tensor)
+    return _joined([tensor.shape[dim] for dim in order], pieces, tensor)
 
 
 def _with(values: Sequence[int], dim: int, value: int = 0) -> tuple[int, ...]:
