@@ -148,7 +148,9 @@ def shrunk(tensors: Tensors, scale: Scale) -> dict[str, torch.Tensor]:
 
 def fingerprint(tensor: torch.Tensor) -> tuple[torch.Size, bytes]:
     """Return a value that only a tensor of the same shape and bytes has."""
-    return tensor.shape, tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes()
+    # A copy, since one of a single element may have any strides.
+    packed = tensor.detach().clone(memory_format=torch.contiguous_format).flatten()
+    return tensor.shape, packed.view(torch.uint8).numpy().tobytes()
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
