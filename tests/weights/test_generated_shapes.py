@@ -216,6 +216,18 @@ def renamed(draw: st.DrawFn) -> Rule:
 
 
 @st.composite
+def swapped(draw: st.DrawFn) -> Rule:
+    """Two names for each other: not a circle, since each tensor has one place."""
+    shape, dim = draw(shapes())
+    other = resized(shape, dim, shape[dim] + 1)
+    return Rule(
+        {"one": "other", "other": "one"},
+        {"one": shape, "other": other},
+        lambda found: {"one": found["other"], "other": found["one"]},
+    )
+
+
+@st.composite
 def reversed_rows(draw: st.DrawFn) -> Rule:
     shape, _ = draw(shapes())
 
@@ -280,6 +292,7 @@ RULES = [
     transposed,
     flattened,
     renamed,
+    swapped,
     reversed_rows,
     expert_lists,
     turned_stacks,

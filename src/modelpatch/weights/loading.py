@@ -51,9 +51,8 @@ def plan_load(
     )
     for site, layout in declared:
         _restructure(plan, site, layout, made_by, as_saved)
-    taken = {job for group in plan.groups.values() if group for job in group.jobs}
     for job in jobs:
-        if job not in taken and not plan.aside.intersection(key for key, _ in job.keys):
+        if not any(plan.is_taken(key) for key, _ in job.keys):
             _leave(plan, job)
     unplaced |= {key: name for name, key in as_saved.items()}
 

@@ -166,6 +166,10 @@ class LoadPlan:
         self.takes[self.conversions.renamed(key)] = name
         self.enter(name, operation, (key,))
 
+    def is_taken(self, key: str) -> bool:
+        """Tell whether a key has its place already, or is not to be read."""
+        return key in self.aside or self.conversions.renamed(key) in self.takes
+
     def fill(self, first_target: str, tensors: Tensors) -> dict[str, torch.Tensor]:
         """Compute the targets of a group from its tensors, each in memory of its own."""
         group = self.groups[first_target]
