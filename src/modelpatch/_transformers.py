@@ -26,7 +26,8 @@ Undo = Callable[[], None]
 _MISSING = object()
 _OURS = "modelpatch"
 _LOAD, _REVERT = "convert_and_load_state_dict_in_model", "revert_weight_conversion"
-_loading = threading.RLock()
+constructing = threading.RLock()
+"""Held while models are constructed: the default dtype may be another then, in all threads."""
 _capturing = threading.RLock()
 
 
@@ -166,7 +167,7 @@ def _one_at_a_time(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     @contextmanager
     def local_torch_dtype(*args: Any, **kwargs: Any) -> Iterator[None]:
-        with _loading, stock(*args, **kwargs):
+        with constructing, stock(*args, **kwargs):
             yield
 
     return local_torch_dtype

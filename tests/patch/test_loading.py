@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import multiprocessing
+import os
 import pickle
 import shutil
+import signal
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -23,7 +27,7 @@ from transformers import (
     TrainingArguments,
     WeightConverter,
 )
-from transformers.core_model_loading import Concatenate, ConversionOps
+from transformers.core_model_loading import Concatenate, ConversionOps, WeightRenaming
 from transformers.models.bert.modeling_bert import BertPooler
 from transformers.models.llama.modeling_llama import LlamaMLP
 
@@ -344,6 +348,19 @@ def test_files_that_dont_fit_are_refused(checkpoint, tmp_path, edit, message):
     assert "FusedAttention in the place of LlamaAttention of patch 'fused-qkv'" in str(caught.value)
 
 
+def test_renamings_that_lead_in_a_circle_are_refused(checkpoint, registered_conversion):
+    registered_conversion(
+        WeightRenaming("q_proj", "k_proj"),
+        WeightRenaming("k_proj", "q_proj"),
+    )
+
+    with pytest.raises(WeightsError) as caught:
+        load(checkpoint)
+    faults = "\n".join(caught.value.faults)
+    assert f"{SITE}.q_proj.weight: the files hold it twice, as {SITE}.k_proj.weight and" in faults
+    assert f"{SITE}.k_proj.weight [16, 32]: in no file" in faults
+
+
 def test_outside_of_replaced_modules_transformers_verdict_stands_and_is_shown(checkpoint, tmp_path):
     def edit(tensors):
         tensors["model.layers.0.mlp.extra"] = torch.ones(1)
@@ -558,6 +575,44 @@ def test_plain_loads_beside_and_after_patched_ones_are_untouched(stock, checkpoi
             ledger(model)
 
 
+def test_loads_in_several_dtypes_at_once_get_each_their_own(checkpoint):
+    dtypes = (torch.float32, torch.bfloat16, torch.float16)
+    found, faults = [], []
+    start = threading.Barrier(2 * len(dtypes))
+
+    def load_all(dtype, *patches):
+        try:
+            start.wait()
+            for _ in range(5):
+                with patched(*patches) if patches else nullcontext():
+                    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+                found.append((model, dtype, bool(patches)))
+        except Exception as error:  # noqa: BLE001  # raised below, in the test's own thread
+            faults.append(error)
+
+    threads = [
+        threading.Thread(target=load_all, args=(dtype, *patches))
+        for dtype in dtypes
+        for patches in ((), (FUSED,))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert faults == []
+    assert len(found) == 5 * len(threads)
+    files = load_file(checkpoint / "model.safetensors")
+    for model, dtype, is_patched in found:
+        attention = model.model.layers[0].self_attn
+        assert hasattr(attention, "qkv_proj") == is_patched
+        parts = [files[f"{SITE}.{name}_proj.weight"].to(dtype) for name in "qkv"]
+        loaded = attention.qkv_proj if is_patched else attention.q_proj
+        assert torch.equal(loaded.weight, torch.cat(parts) if is_patched else parts[0])
+        assert {tensor.dtype for tensor in model.state_dict().values()} == {dtype}
+    assert torch.get_default_dtype() == torch.float32
+
+
 # --- records ----------------------------------------------------------------------------------------------------------
 
 
@@ -682,16 +737,17 @@ def test_a_state_dict_that_could_be_in_either_layout_says_so_itself_or_is_refuse
         model.load_state_dict(own)
 
 
-def train(model, folder, *, resume=None, stop_after=None):
-    """Three steps, or fewer and then stopped; returns the losses."""
+def train(model, folder, *, resume=None, killed_at=None):
+    """Three steps, or fewer if the process is killed in one; returns the losses."""
     losses = []
 
     class Watch(TrainerCallback):
         def on_log(self, args, state, control, logs=None, **kwargs):
             losses.extend([logs["loss"]] if "loss" in logs else [])
 
-        def on_step_end(self, args, state, control, **kwargs):
-            control.should_training_stop |= state.global_step == stop_after
+        def on_pre_optimizer_step(self, args, state, control, **kwargs):
+            if state.global_step + 1 == killed_at:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     rows = [torch.arange(3, 13) + i for i in range(12)]
     arguments = TrainingArguments(
@@ -712,15 +768,25 @@ def train(model, folder, *, resume=None, stop_after=None):
     return losses
 
 
+def train_until_killed(checkpoint, folder):
+    """Runs in a process of its own."""
+    train(load(checkpoint), folder, killed_at=3)
+
+
 @pytest.mark.filterwarnings("ignore")  # Trainer's own
-def test_training_resumes_from_its_files_as_if_it_had_not_stopped(checkpoint, tmp_path):
+def test_training_resumes_from_its_files_as_if_it_had_not_been_killed(checkpoint, tmp_path):
     whole_model, resumed_model = load(checkpoint), load(checkpoint)
 
     whole = train(whole_model, tmp_path / "whole")
-    first = train(load(checkpoint), tmp_path / "parts", stop_after=2)
+    process = multiprocessing.get_context("spawn").Process(
+        target=train_until_killed, args=(checkpoint, tmp_path / "parts")
+    )
+    process.start()
+    process.join()
     rest = train(resumed_model, tmp_path / "parts", resume=True)
 
-    assert first + rest == whole
+    assert process.exitcode == -signal.SIGKILL
+    assert (len(whole), rest) == (3, whole[2:])
     for one, other in zip(whole_model.parameters(), resumed_model.parameters(), strict=True):
         assert torch.equal(one, other)
     saved = load_file(tmp_path / "parts" / "checkpoint-2" / "model.safetensors")

@@ -254,7 +254,7 @@ def _original(path: str, site: Site) -> dict[str, torch.Tensor]:
             f"{path or '(root)'}, {_title(site)}: the model was unpickled, and doesn't know what it was built from"
         )
     try:
-        with torch.device("meta"):
+        with _transformers.constructing, torch.device("meta"):
             return dict(site.build(site.original).state_dict())
     except Exception as error:
         raise LayoutError(
