@@ -714,19 +714,25 @@ def test_a_state_dict_of_both_layouts_is_refused(stock, checkpoint):
         model.load_state_dict(stock.state_dict() | model.state_dict())
 
 
-def test_a_state_dict_that_could_be_in_either_layout_says_so_itself_or_is_refused(stock):
-    class Turned(nn.Module):
-        def __init__(self, in_features, out_features, bias=True):
-            super().__init__()
-            self.weight = nn.Parameter(torch.zeros(in_features, out_features))
+class TurnedLinear(nn.Module):
+    def __init__(self, in_features, out_features, bias=True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(in_features, out_features))
 
-    turned = Patch(
-        "turned",
-        {nn.Linear: Turned},
-        {Turned: {"weight": transpose("weight")}},
-        where=lambda in_features, out_features: in_features == out_features,
-    )
-    with patched(turned):
+    def forward(self, x):
+        return x @ self.weight
+
+
+TURNED_SQUARES = Patch(
+    "turned",
+    {nn.Linear: TurnedLinear},
+    {TurnedLinear: {"weight": transpose("weight")}},
+    where=lambda in_features, out_features: in_features == out_features,
+)
+
+
+def test_a_state_dict_that_could_be_in_either_layout_says_so_itself_or_is_refused():
+    with patched(TURNED_SQUARES):
         model = tiny_model("llama")
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
 
@@ -735,6 +741,17 @@ def test_a_state_dict_that_could_be_in_either_layout_says_so_itself_or_is_refuse
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in own.items())
     with pytest.raises(WeightsError, match="one name and shape in the stock layout and in the pat"):
         model.load_state_dict(own)
+
+
+def test_a_file_that_could_be_in_either_layout_is_not_saved(checkpoint, tmp_path):
+    model = load(checkpoint, TURNED_SQUARES)
+
+    with pytest.raises(LayoutError, match=r"q_proj\.weight, TurnedLinear in the place of"):
+        model.save_pretrained(tmp_path / "own", save_original_format=False)
+
+    assert not (tmp_path / "own").exists()
+    model.save_pretrained(tmp_path / "stock")
+    assert_same_files(checkpoint, tmp_path / "stock")
 
 
 def train(model, folder, *, resume=None, killed_at=None):

@@ -9,14 +9,16 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from modelpatch import _transformers
-from modelpatch.patch.construction import Scope, Site, site_of
+from modelpatch.errors import LayoutError
+from modelpatch.patch.construction import Scope, site_of
 from modelpatch.patch.rules import RuleSet
+from modelpatch.patch.sites import sites, weight_sites
 
 # Models by identity, with the rules that they were built under.
 _BUILT_UNDER: dict[int, tuple[weakref.ref[nn.Module], tuple[RuleSet, ...]]] = {}
@@ -29,13 +31,6 @@ def original_name(name: str) -> str:
         if model is not None and type(model).__name__ == name and (site := site_of(model)):
             return site.original.__name__
     return name
-
-
-def sites(model: nn.Module) -> Iterator[tuple[str, nn.Module, Site]]:
-    """Yield path, module and record of each replaced site of `model`, in the order of `named_modules`."""
-    for path, module in model.named_modules():
-        if (site := site_of(module)) is not None:
-            yield path, module, site
 
 
 def built_under(model: nn.Module) -> tuple[RuleSet, ...]:
@@ -94,7 +89,12 @@ def save_as(model: Any, original: type, *args: Any, **kwargs: Any) -> None:
     """Save a patched model so that `config.json` names the original, which engines look up, and the patches.
 
     The patches are a record for people; nothing is run from it.
+
+    Raises:
+        LayoutError: The file is to be in the model's own layout, and would look like one in the stock layout.
     """
+    if not kwargs.get("save_original_format", True):
+        _refuse_ambiguous(model)
     config = model.config
     auto_map = copy.deepcopy(vars(config).get("auto_map"))
     patches = record(model)
@@ -120,3 +120,19 @@ def save_as(model: Any, original: type, *args: Any, **kwargs: Any) -> None:
         type(model).save_pretrained(model, *args, **kwargs)
     finally:
         vars(config).pop("save_pretrained", None)
+
+
+def _refuse_ambiguous(model: nn.Module) -> None:
+    """Refuse own layouts in which a tensor with a name and shape of the stock model's holds something else."""
+    faults = [
+        f"{site.full(name)}, {site.title}: has one name and shape in both, and other values"
+        for site in weight_sites(model)
+        if site.is_declared
+        for name in site.moved
+        if name in site.replacement and site.replacement[name].shape == site.original[name].shape
+    ]
+    if faults:
+        raise LayoutError(
+            "Nothing was saved: a file in the model's own layout couldn't be told from one in the stock layout.",
+            faults=faults,
+        )

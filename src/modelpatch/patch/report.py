@@ -10,9 +10,10 @@ from torch import nn
 
 from modelpatch import _transformers
 from modelpatch.errors import ArgumentTypeError, NoReportError
-from modelpatch.patch.identity import built_under, sites
+from modelpatch.patch.identity import built_under
 from modelpatch.patch.loading import find_ledger
 from modelpatch.patch.rules import nearest
+from modelpatch.patch.sites import sites
 from modelpatch.weights.ledger import Ledger
 
 
