@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import json
 import statistics
 import sys
 import tempfile
@@ -33,6 +34,8 @@ from transformers.conversion_mapping import register_checkpoint_conversion_mappi
 from transformers.core_model_loading import Concatenate
 
 import modelpatch
+from modelpatch import Patch, patched
+from modelpatch.weights import fuse
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
@@ -99,15 +102,22 @@ class FusedSelfAttention(nn.Module):
         return mixed.transpose(1, 2).flatten(start_dim=2), None
 
 
+FUSED = Patch(
+    "fused-qkv",
+    {"BertSelfAttention": FusedSelfAttention},
+    {FusedSelfAttention: {"qkv": fuse("query", "key", "value")}},
+)
+
+
 @contextmanager
-def fused_weights() -> Iterator[None]:
-    """Let Transformers read the three projections of a BERT file as one, and write one as three."""
-    fuse = WeightConverter(
+def registered_weights() -> Iterator[None]:
+    """Say the same as the layout in the way that Transformers has, so that both can be timed."""
+    converter = WeightConverter(
         source_patterns=["attention.self.query", "attention.self.key", "attention.self.value"],
         target_patterns="attention.self.qkv",
         operations=[Concatenate(dim=0)],
     )
-    register_checkpoint_conversion_mapping("bert", [fuse], overwrite=True)
+    register_checkpoint_conversion_mapping("bert", [converter], overwrite=True)
     try:
         yield
     finally:
@@ -163,7 +173,7 @@ def load(checkpoint: Path) -> tuple[nn.Module, nn.Module, Check]:
     console.rule("1. Load", align="left")
     with console.status("Loading the stock model and the patched one"):
         stock = AutoModel.from_pretrained(checkpoint)
-        with modelpatch.patched({"BertSelfAttention": FusedSelfAttention}), fused_weights():
+        with patched(FUSED):
             fused = AutoModel.from_pretrained(checkpoint)
     report = modelpatch.report(fused)
     report.describe()
@@ -222,22 +232,28 @@ def compare_saved(checkpoint: Path, stock: nn.Module, fused: nn.Module) -> list[
         f"The checkpoint's file has besides, and stock drops as well: {dropped}.", highlight=False
     )
     show_saved(expected, found)
+    record = found_config.pop("modelpatch", None)
+    console.print(f"The patched model's config.json has besides: modelpatch = {record}.")
     return [
         agreement("saved keys as from stock", set(expected), set(found)),
         agreement("saved shapes and dtypes", layout(expected), layout(found)),
         agreement("saved bytes (sha256)", set(expected.items()), set(found.items())),
         Check(
             "saved config.json",
-            "as from stock",
-            *told(found_config == expected_config, "as from stock", "differs"),
+            "as from stock, and the record",
+            *told(
+                found_config == expected_config and record == {FUSED.name: FUSED.version},
+                "as from stock, and the record",
+                "differs",
+            ),
         ),
     ]
 
 
-def saved(model: nn.Module, folder: Path) -> tuple[dict[str, Tensor], str]:
-    """Save a model and return what its files hold: the tensors, and the config's text."""
+def saved(model: nn.Module, folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Save a model and return what its files hold: the tensors, and the config."""
     model.save_pretrained(folder)
-    return stored_tensors(folder), (folder / "config.json").read_text()
+    return stored_tensors(folder), json.loads((folder / "config.json").read_text())
 
 
 def stored_tensors(folder: Path) -> dict[str, Tensor]:
@@ -313,7 +329,7 @@ def show_misspelt_key(checkpoint: Path) -> list[Check]:
 
 def load_under(mapping: dict[str, type[nn.Module]], checkpoint: Path) -> None:
     """Load under `patched`."""
-    with modelpatch.patched(mapping):
+    with patched(mapping):
         AutoModel.from_pretrained(checkpoint)
 
 
@@ -343,7 +359,7 @@ def compare_load_times(checkpoint: Path) -> Check:
         del sides["Transformers' own"]
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     num_patched = 0
-    with fused_weights():
+    with registered_weights():
         for turn in progress(range(NUM_TIMED_LOADS + 1), "Loading by turns"):
             for name, select in sides.items():
                 select()
