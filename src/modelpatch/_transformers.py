@@ -26,6 +26,7 @@ Undo = Callable[[], None]
 _MISSING = object()
 _OURS = "modelpatch"
 _LOAD, _REVERT = "convert_and_load_state_dict_in_model", "revert_weight_conversion"
+_LOAD_PARTITIONED = "_load_state_dict_into_zero3_model"
 constructing = threading.RLock()
 """Held while models are constructed: the default dtype may be another then, in all threads."""
 _capturing = threading.RLock()
@@ -64,6 +65,7 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
     stands_for: Callable[[nn.Module, type], bool],
     original_name: Callable[[str], str],
     load: Callable[..., Any],
+    load_partitioned: Callable[..., Any],
     revert: Callable[..., Any],
     unreadable: Callable[[Any, Exception], Exception],
 ) -> Undo:
@@ -78,6 +80,7 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
         stands_for: Tells whether a module is a replacement of an original of a class.
         original_name: From the class name of a model to the one that built-in weight conversions know.
         load: Called with what Transformers calls to read a checkpoint into a model, and its arguments.
+        load_partitioned: The same for a model that DeepSpeed has partitioned.
         revert: Called with what Transformers calls to give tensors the names and shapes of a file, the model, and the
             tensors.
         unreadable: From the path of a file that can't be opened, and the error, to the one to raise.
@@ -110,8 +113,14 @@ def hook_loading(  # noqa: PLR0913  # one for each place in Transformers
             (capturing, "maybe_install_capturing_hooks", install_hooks),
             (conversion_mapping, "get_checkpoint_conversion_mapping", conversions),
             (nn.Module, "smart_apply", _walk(mark, initialise, built)),
-            (modeling_utils, _LOAD, functools.partial(load, getattr(modeling_utils, _LOAD))),
-            (modeling_utils, _REVERT, functools.partial(revert, getattr(modeling_utils, _REVERT))),
+            *(
+                (modeling_utils, name, functools.partial(ours, getattr(modeling_utils, name)))
+                for name, ours in (
+                    (_LOAD, load),
+                    (_LOAD_PARTITIONED, load_partitioned),
+                    (_REVERT, revert),
+                )
+            ),
         ):
             stack.callback(_put(owner, name, value))
         return stack.pop_all().close

@@ -26,6 +26,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
     WeightConverter,
+    modeling_utils,
 )
 from transformers.core_model_loading import Concatenate, ConversionOps, WeightRenaming
 from transformers.models.bert.modeling_bert import BertPooler
@@ -505,6 +506,13 @@ def test_layouts_inside_of_layouts_are_refused(checkpoint):
 
     with pytest.raises(LayoutError, match="is inside of the model, which has one too"):
         load(checkpoint, outer, FUSED)
+
+
+def test_a_load_that_deepspeed_partitions_is_refused(checkpoint):
+    model = load(checkpoint)
+
+    with pytest.raises(LayoutError, match="DeepSpeed's ZeRO-3 places the stock model's tensors"):
+        modeling_utils._load_state_dict_into_zero3_model(model, {}, None)
 
 
 def test_two_patches_that_claim_one_class_are_refused_with_both_names(checkpoint):

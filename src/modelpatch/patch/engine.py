@@ -81,6 +81,7 @@ def connect() -> None:
                 stands_for=_stands_for,
                 original_name=identity.original_name,
                 load=loading.load,
+                load_partitioned=loading.load_partitioned,
                 revert=loading.revert,
                 unreadable=_unreadable,
             )

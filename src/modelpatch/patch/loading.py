@@ -165,11 +165,18 @@ def _receive(  # as torch calls it
         receive(site, state_dict, prefix, missing_keys)
 
 
+def load_partitioned(stock: Callable[..., Any], model: nn.Module, *args: Any) -> Any:
+    """Do what Transformers does to fill a model that DeepSpeed has partitioned, unless it has layouts.
+
+    Raises:
+        LayoutError: It has; nothing was loaded.
+    """
+    _refuse(weight_sites(model), "DeepSpeed's ZeRO-3 places the stock model's tensors")
+    return stock(model, *args)
+
+
 def _refuse_unsupported(found: Sequence[LayoutSite], config: Any) -> None:
     """Refuse loads that don't come by the way that layouts take."""
-    moved = [site for site in found if site.is_declared]
-    if not moved:
-        return
     reason = ""
     if config.device_mesh is not None:
         reason = "tensor parallelism places slices of the stock model's tensors"
@@ -179,7 +186,12 @@ def _refuse_unsupported(found: Sequence[LayoutSite], config: Any) -> None:
             f"the files are quantised already ({name}), in tensors that the layout doesn't know"
         )
     if reason:
-        raise LayoutError(f"{moved[0].path}, {moved[0].title}: {reason}. Nothing was loaded.")
+        _refuse(found, reason)
+
+
+def _refuse(found: Sequence[LayoutSite], reason: str) -> None:
+    if site := next((site for site in found if site.is_declared), None):
+        raise LayoutError(f"{site.path or '(root)'}, {site.title}: {reason}. Nothing was loaded.")
 
 
 def _quantised_faults(model: nn.Module, found: Sequence[LayoutSite]) -> list[str]:
